@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, cast
 import xxhash
 
 from heinsen_jax.errors import parse_json
-from heinsen_jax.storage.buckets import AnyPath, files_below, write_whole
+from heinsen_jax.storage.buckets import AnyPath, files_below
+from heinsen_jax.storage.files import write_atomically
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "xxh3_128": xxhash.xxh3_128,
@@ -111,8 +112,8 @@ def _first_changed(folder: AnyPath, recorded: Checksums, names: Iterable[str]) -
 
 def _files(folder: AnyPath) -> list[str]:
     """Paths of all files in a step's folder, except the file of checksums."""
-    own = {_name(algorithm) for algorithm in ALGORITHMS}
-    return [name for name in files_below(folder) if name.removesuffix(".partial") not in own]
+    own = tuple(map(_name, ALGORITHMS))  # and partial ones, of a killed process
+    return [name for name in files_below(folder) if not name.startswith(own)]
 
 
 def _hashes(folder: AnyPath, names: Iterable[str], algorithm: str) -> dict[str, str]:
@@ -156,7 +157,7 @@ def _read(folder: AnyPath) -> Checksums | None:
 def _write(folder: AnyPath, checksums: Checksums) -> None:
     algorithm, hashes = checksums
     content = {"files": hashes, algorithm: _hash_of(hashes, algorithm)}
-    write_whole(folder / _name(algorithm), json.dumps(content, indent=1).encode())
+    write_atomically(folder / _name(algorithm), json.dumps(content, indent=1).encode())
 
 
 def _hash_of(hashes: dict[str, str], algorithm: str) -> str:

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 from heinsen_jax.errors import UserError, parse_json
+from heinsen_jax.storage.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -57,11 +58,8 @@ def _are_numbers(row: dict[str, object]) -> bool:
 def keep_lines(path: Path, lines: list[bytes]) -> None:
     """Replace the lines of a file atomically."""
     content = b"".join(lines)
-    if path.exists() and path.read_bytes() == content:
-        return
-    aside = path.with_name(f"{path.name}.partial")
-    aside.write_bytes(content)
-    aside.replace(path)
+    if not path.exists() or path.read_bytes() != content:
+        write_atomically(path, content)
 
 
 def describe_damage(path: Path, lines: list[int]) -> str:

@@ -7,20 +7,21 @@ import contextlib
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import fsspec
 from etils import epath
 from fsspec.config import conf
 
 from heinsen_jax.errors import UserError, first_line, parse_json, printable
+from heinsen_jax.storage import locks
+from heinsen_jax.storage.locks import LOCK_FILE
 
 # Other processes write, so listings are not cached. `epath` keeps the file system of its first use,
 # which is after this import, unless a program has used `epath` for buckets before.
@@ -30,7 +31,7 @@ AnyPath: TypeAlias = Path | epath.Path
 """A path on a disk, or in a bucket."""
 
 SCHEME = "gs://"
-LOCK_FILE = ".lock"
+LOGIN = "gcloud auth application-default login"
 OWNER = {"id", "host", "pid", "start"}
 """Fields of a lock that identify its owner."""
 REFRESHED_AFTER = 10.0
@@ -109,14 +110,15 @@ def files_below(folder: AnyPath) -> list[str]:
     return [name.removeprefix(prefix) for name in file_system().find(prefix)]
 
 
-def write_whole(path: AnyPath, content: bytes) -> None:
-    """Write a small file, which appears with its complete content or not at all."""
-    if isinstance(path, Path):
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    else:
-        file_system().pipe_file(str(path), content)
+@contextlib.contextmanager
+def _errors(problem: str, remedy: str) -> Iterator[None]:
+    """Convert errors, in a block that only uses a bucket, to `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # an error of credentials, HTTP or the system
+        raise UserError(f"{problem} ({first_line(error)}); {remedy}") from error
 
 
 def upload(content: bytes, target: epath.Path) -> None:
@@ -125,32 +127,20 @@ def upload(content: bytes, target: epath.Path) -> None:
     Raises:
       UserError: it cannot be written.
     """
-    try:
-        write_whole(target, content)
-    except Exception as error:  # an error of credentials, HTTP or the system
-        raise UserError(
-            f"{target} cannot be written ({first_line(error)}); check the network and the "
-            "credentials, and give the same command again"
-        ) from error
+    remedy = "check the network and the credentials, and give the same command again"
+    with _errors(f"{target} cannot be written", remedy):
+        file_system().pipe_file(str(target), content)
 
 
-@contextlib.contextmanager
-def reading(path: epath.Path, field: str) -> Iterator[None]:
+def reading(path: epath.Path, field: str) -> contextlib.AbstractContextManager[None]:
     """Convert errors, in a block that only reads from a bucket, to `UserError`.
 
     Args:
       path: the object or folder that the block reads.
       field: option or field with its address, for messages.
     """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # an error of credentials, HTTP or the system
-        raise UserError(
-            f"{field} {path} cannot be read ({first_line(error)}); check the name, the network and "
-            "the credentials (gcloud auth application-default login)"
-        ) from error
+    remedy = f"check the name, the network and the credentials ({LOGIN})"
+    return _errors(f"{field} {path} cannot be read", remedy)
 
 
 def move(path: AnyPath, target: AnyPath) -> None:
@@ -171,15 +161,11 @@ def check_writable(folder: epath.Path, field: str) -> None:
       UserError: it cannot be written, or not be read.
     """
     path = folder / f".writable-{uuid.uuid4().hex}"
-    try:
+    remedy = f"check its name, the credentials ({LOGIN}) and the role Storage Object User"
+    with _errors(f"{field} {folder} cannot be written", remedy):
         path.write_text("")
         path.read_text()
         path.unlink()
-    except Exception as error:  # an error of credentials, HTTP or the system
-        raise UserError(
-            f"{field} {folder} cannot be written ({first_line(error)}); check its name, the "
-            "credentials (gcloud auth application-default login) and the role Storage Object User"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -211,10 +197,8 @@ class _Lock:
 
     def __init__(self, folder: epath.Path) -> None:
         self._folder, self._path = folder, str(folder / LOCK_FILE)
-        start = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        self._owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
-        self._owner["processes"] = _process_namespace()
         self._id = uuid.uuid4().hex
+        self._owner = locks.owner() | {"id": self._id, "processes": _process_namespace()}
 
     def acquire(self) -> None:
         if (content := self._read()) is not None:
@@ -223,13 +207,13 @@ class _Lock:
         try:
             self._write("create")  # fails if another process has created it since
         except FileExistsError:
-            self._refuse(self._read() or {})
+            raise locks.in_use(self._folder, self._read() or {}) from None
 
     def _wait_until_abandoned(self, content: dict[str, Any]) -> None:
         is_here = all(content.get(name) == self._owner[name] for name in ("host", "processes"))
         if is_here and not _is_running(content["pid"]):
             return
-        message = printable(f"{self._folder} may be in use by {_describe_owner(content)}")
+        message = printable(f"{self._folder} may be in use by {locks.describe_owner(content)}")
         limit = f"up to {ABANDONED_AFTER:g} s"
         print(f"{message}: waiting for its next sign, {limit}", file=sys.stderr)
         deadline = time.monotonic() + ABANDONED_AFTER
@@ -238,13 +222,7 @@ class _Lock:
             if (now := self._read()) is None:
                 return
             if now != content:
-                self._refuse(now)
-
-    def _refuse(self, content: dict[str, Any]) -> NoReturn:
-        raise UserError(
-            f"{self._folder} is in use by {_describe_owner(content)}; wait until it ends, stop it, "
-            "or choose another folder"
-        )
+                raise locks.in_use(self._folder, now)
 
     def renew(self, released: threading.Event) -> None:
         """Renew the lock until it is released."""
@@ -280,14 +258,8 @@ class _Lock:
         return {"id": repr(raw)}
 
     def _write(self, mode: str) -> None:
-        content = self._owner | {"id": self._id, "renewed": time.time()}
+        content = self._owner | {"renewed": time.time()}
         file_system().pipe_file(self._path, json.dumps(content).encode(), mode=mode)
-
-
-def _describe_owner(content: dict[str, Any]) -> str:
-    if not content.keys() >= OWNER:
-        return "another process"
-    return f"process {content['pid']} on {content['host']}, since {content['start']}"
 
 
 def _process_namespace() -> str:

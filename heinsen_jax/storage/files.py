@@ -23,7 +23,7 @@ from rich.progress import (
 )
 
 from heinsen_jax.errors import UserError, printable
-from heinsen_jax.storage.buckets import AnyPath
+from heinsen_jax.storage.buckets import AnyPath, file_system
 
 Location = TypeVar("Location", bound=AnyPath)
 
@@ -48,8 +48,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file atomically."""
+def write_atomically(path: AnyPath, content: bytes) -> None:
+    """Write a small file, or an object, atomically."""
+    if not isinstance(path, Path):  # objects appear whole
+        file_system().pipe_file(str(path), content)
+        return
     with replacing(path) as file:
         file.write(content)
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -42,12 +43,9 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout:
         if not wait:
-            raise UserError(
-                f"{folder} is in use by {_owner(path)}; wait until it ends, stop it, or choose "
-                "another folder"
-            ) from None
-        owner = printable(f"{folder} is in use by {_owner(path)}")
-        print(f"{owner}: waiting until it ends", file=sys.stderr)
+            raise in_use(folder, _read_owner(path)) from None
+        message = printable(f"{folder} is in use by {describe_owner(_read_owner(path))}")
+        print(f"{message}: waiting until it ends", file=sys.stderr)
         lock.acquire()
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
@@ -62,10 +60,8 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         yield
         return
     try:
-        start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
         with contextlib.suppress(OSError):  # no space: the lock holds without a name
-            path.write_text(json.dumps(owner))
+            path.write_text(json.dumps(owner()))
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -73,9 +69,28 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def _owner(path: Path) -> str:
+def _read_owner(path: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return parse_json(path.read_bytes())
+
+
+def owner() -> dict[str, Any]:
+    """The content of a lock that names this process as its owner."""
+    start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
+
+
+def describe_owner(content: Any) -> str:
+    """Describe the owner of a lock, whose content may be damaged."""
     try:
-        owner = parse_json(path.read_bytes())
-        return f"process {owner['pid']} on {owner['host']}, since {owner['start']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return f"process {content['pid']} on {content['host']}, since {content['start']}"
+    except (KeyError, TypeError):
         return "another process"
+
+
+def in_use(folder: os.PathLike[str], content: Any) -> UserError:
+    """The error for a folder whose lock another process holds."""
+    return UserError(
+        f"{folder} is in use by {describe_owner(content)}; wait until it ends, stop it, or choose "
+        "another folder"
+    )

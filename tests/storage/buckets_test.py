@@ -73,9 +73,9 @@ def test_a_bucket_that_does_not_exist_is_refused(bucket):
 
 def test_files_of_a_run_are_uploaded_when_they_change(bucket, monkeypatch):
     uploaded = []
-    write = buckets.write_whole
+    upload = buckets.upload
     monkeypatch.setattr(
-        buckets, "write_whole", lambda path, x: (uploaded.append(path.name), write(path, x))
+        buckets, "upload", lambda x, path: (uploaded.append(path.name), upload(x, path))
     )
     with open_run(bucket) as run:
         run.check_writable()
@@ -142,11 +142,11 @@ def test_temporary_files_that_vanish_are_not_uploaded(bucket, monkeypatch):
 def test_two_threads_upload_a_file_once(bucket, monkeypatch):
     uploaded = []
 
-    def slow(path, content):
+    def slow(content, path):
         uploaded.append(path.name)
         time.sleep(0.2)
 
-    monkeypatch.setattr(buckets, "write_whole", slow)
+    monkeypatch.setattr(buckets, "upload", slow)
     with open_run(bucket) as run:
         (run.files / "config.json").write_text("{}")
         thread = threading.Thread(target=run.publish)

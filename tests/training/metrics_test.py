@@ -89,12 +89,10 @@ def test_rows_are_kept_if_the_file_cannot_be_rewritten(tmp_path, monkeypatch):
     text = "".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in (5, 10, 15))
     path.write_text(text)
 
-    def no_space(file, content):
-        with file.open("wb") as opened:
-            opened.write(content[:7])
+    def no_space(number):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(type(path), "write_bytes", no_space)
+    monkeypatch.setattr("heinsen_jax.storage.files.os.fsync", no_space)
     with pytest.raises(UserError, match=r"cannot be written .*No space"):
         Reporter(tmp_path, start_step=10, steps=30, console=console())
     assert path.read_text() == text

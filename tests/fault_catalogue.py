@@ -908,9 +908,15 @@ TRAINING_FAULTS = {
     ),
     "a thread that outlives its iterator": Fault(
         "heinsen_jax/runtime/timeouts.py",
-        "    finally:\n        wanted.put(False)",
+        "    finally:\n        worker.end()",
         "    finally:\n        pass",
         ("tests/runtime/timeouts_test.py",),
+    ),
+    "an error of a call that ends its thread": Fault(
+        "heinsen_jax/runtime/worker.py",
+        "except BaseException as error:",
+        "except OSError as error:",
+        ("tests/runtime/worker_test.py",),
     ),
     "a tracked run that is not resumed": Fault(
         "heinsen_jax/training/trackers.py",
@@ -974,8 +980,8 @@ TRAINING_FAULTS = {
     ),
     "a missing extra without the field that needs it": Fault(
         "heinsen_jax/training/tracker_services.py",
-        'raise UserError(f"training.trackers: {without_extra(missing, name, __name__)}")',
-        "raise without_extra(missing, name, __name__)",
+        'raise UserError(f"training.trackers: {reason}") from missing',
+        "raise reason from missing",
         ("tests/training/tracker_services_test.py",),
     ),
 }

@@ -1,27 +1,18 @@
 """A timeout for the next batch."""
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import TypeVar
 
 from heinsen_jax.errors import UserError
+from heinsen_jax.runtime.worker import Worker
 
 T = TypeVar("T")
 
 POLL = 0.2
 """Seconds between checks for a stop."""
-
-
-@dataclass(frozen=True)
-class Item(Generic[T]):
-    """A batch, or the error raised in its place."""
-
-    batch: T | None = None
-    error: BaseException | None = None
 
 
 def with_timeout(
@@ -47,46 +38,30 @@ def with_timeout(
     Raises:
       UserError: no batch came in time.
     """
-    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    read: queue.SimpleQueue[Item[T]] = queue.SimpleQueue()
-
-    def run() -> None:
-        """Read a batch for every request, and end at the request False."""
-        while wanted.get():
-            try:
-                read.put(Item(batch=next(batches)))
-            except BaseException as error:  # any error is for the consumer
-                read.put(Item(error=error))
-
-    threading.Thread(target=run, daemon=True, name="batches").start()  # a dead source blocks it
+    worker = Worker("batches")
     try:
-        wanted.put(True)
-        while True:
-            taken = _wait(read, source, timeout, warn, is_stopped)
-            if isinstance(taken.error, StopIteration):
-                return
-            if taken.error is not None:
-                raise taken.error
-            wanted.put(True)
-            yield cast(T, taken.batch)
+        ahead = worker.submit(next, batches, None)
+        while (batch := _wait(ahead, source, timeout, warn, is_stopped)) is not None:
+            ahead = worker.submit(next, batches, None)
+            yield batch
     finally:
-        wanted.put(False)
+        worker.end()
 
 
 def _wait(
-    read: "queue.SimpleQueue[Item[T]]",
+    ahead: Future[T | None],
     source: str | Path,
     timeout: float,
     warn: Callable[[str], None],
     is_stopped: Callable[[], bool],
-) -> Item[T]:
+) -> T | None:
+    """The next batch; None after the last one, or if the iterator is stopped."""
     start, is_warned = time.monotonic(), False
     while (waited := time.monotonic() - start) < timeout:
-        try:
-            return read.get(timeout=min(POLL, timeout / 10))
-        except queue.Empty:
-            if is_stopped():
-                return Item(error=StopIteration())
+        if wait([ahead], min(POLL, timeout / 10)).done:
+            return ahead.result()
+        if is_stopped():
+            return None
         if waited > timeout / 10 and not is_warned:
             warn(f"warning: no batch came from {source} in {timeout / 10:g} s: still waiting")
             is_warned = True

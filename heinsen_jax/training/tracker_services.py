@@ -2,32 +2,41 @@
 
 import importlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from heinsen_jax.errors import UserError, without_extra
 from heinsen_jax.training.trackers import Status, TrackedRun, Tracker
-from heinsen_jax.typing import JSON
 
 MLFLOW_STATUS: dict[Status, str] = {
     "finished": "FINISHED",
     "stopped": "KILLED",
     "failed": "FAILED",
 }
-PARAMETERS_PER_CALL = 100
-"""Limit of MLflow's servers."""
 
 
-class Wandb:
+class _Service:
+    """A tracker whose name is also the name of its library and of the extra that installs it."""
+
+    name: str
+
+    def __init__(self):
+        try:
+            self._library: Any = importlib.import_module(self.name)
+        except ImportError as missing:
+            reason = without_extra(missing, self.name, __name__)
+            raise UserError(f"training.trackers: {reason}") from missing
+
+
+class Wandb(_Service):
     """Weights & Biases. Credentials and modes are wandb's: `wandb login`, `WANDB_MODE`."""
 
     name = "wandb"
 
-    def __init__(self):
-        self._wandb = _library("wandb")
-
     def start(self, run: TrackedRun) -> str:
-        self._run = self._wandb.init(
+        self._run = self._library.init(
             project=run.project,
             name=run.name,
             id=run.id,
@@ -51,17 +60,14 @@ class Wandb:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
-class Trackio:
+class Trackio(_Service):
     """Trackio: local files, a Hugging Face Space (`TRACKIO_SPACE_ID`) or a server
     (`TRACKIO_SERVER_URL`)."""
 
     name = "trackio"
 
-    def __init__(self):
-        self._trackio = _library("trackio")
-
     def start(self, run: TrackedRun) -> str:
-        self._run = self._trackio.init(
+        self._run = self._library.init(
             project=run.project,
             name=run.name,
             config={**run.config, "environment": run.environment},
@@ -83,35 +89,31 @@ class Trackio:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(_Service):
     """MLflow, at `MLFLOW_TRACKING_URI`. Its parameters are the configuration at the first start,
     since MLflow does not change them; its tags are the environment at the last start."""
 
     name = "mlflow"
 
-    def __init__(self):
-        self._mlflow = _library("mlflow")
-
     def start(self, run: TrackedRun) -> str:
-        self._client = client = self._mlflow.MlflowClient()
+        self._client = client = self._library.MlflowClient()
+        entities, parameters = self._library.entities, []
         if run.id is None:
             experiment = client.get_experiment_by_name(run.project)
             project = experiment.experiment_id if experiment else None
             project = project or client.create_experiment(run.project)
             self._id = client.create_run(project, run_name=run.name).info.run_id
-            make = self._mlflow.entities.Param
-            fields = [make(name, str(value)) for name, value in _flat(run.config)]
-            for first in range(0, len(fields), PARAMETERS_PER_CALL):
-                client.log_batch(self._id, params=fields[first : first + PARAMETERS_PER_CALL])
+            fields = flatten_dict({**run.config}, sep=".")
+            parameters = [entities.Param(name, str(value)) for name, value in fields.items()]
         else:
             self._id = run.id
             client.update_run(self._id, status="RUNNING")
-        for name, value in run.environment.items():
-            client.set_tag(self._id, name, str(value))
+        tags = [entities.RunTag(name, str(value)) for name, value in run.environment.items()]
+        client.log_batch(self._id, params=parameters, tags=tags)
         return self._id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now, make = int(time.time() * 1000), self._mlflow.entities.Metric
+        now, make = int(time.time() * 1000), self._library.entities.Metric
         rows = [make(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows)
 
@@ -129,19 +131,3 @@ def services(names: Sequence[str]) -> list[Tracker]:
       UserError: an extra is not installed.
     """
     return [SERVICES[name]() for name in names]
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as missing:
-        raise UserError(f"training.trackers: {without_extra(missing, name, __name__)}") from missing
-
-
-def _flat(config: Mapping[str, JSON], within: str = "") -> Iterator[tuple[str, JSON]]:
-    """The fields of all sections, with names such as data.corpus."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name}", value

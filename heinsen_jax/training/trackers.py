@@ -1,18 +1,16 @@
 """Trackers: copies of a run's metrics in experiment trackers, such as Weights & Biases."""
 
 import json
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from heinsen_jax.errors import UserError, explain, parse_json
 from heinsen_jax.runtime.environment import Environment
+from heinsen_jax.runtime.worker import Worker
 from heinsen_jax.storage.files import storage_errors, write_atomically
 from heinsen_jax.typing import JSON
 
@@ -94,7 +92,7 @@ class Tracking:
         if len({*names}) < len(names):
             raise UserError(f"training.trackers: {names} has a name twice; give each tracker once")
         self._trackers, self._warn = trackers, warn
-        self._started: list[_Worker] = []
+        self._started: list[_Started] = []
 
     def __enter__(self) -> "Tracking":
         return self
@@ -113,49 +111,38 @@ class Tracking:
             return
         ids = _recorded_ids(run.workdir / TRACKER_FILE)
         for tracker in self._trackers:
-            worker = _Worker(tracker, self._warn)
-            ids[tracker.name] = worker.start(replace(run, id=ids.get(tracker.name)))
-            self._started.append(worker)
+            started = _Started(tracker, self._warn)
+            ids[tracker.name] = started.start(replace(run, id=ids.get(tracker.name)))
+            self._started.append(started)
             with storage_errors(run.workdir):
                 content = json.dumps(ids, indent=2) + "\n"
                 write_atomically(run.workdir / TRACKER_FILE, content.encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass a row of metrics to the trackers that have started."""
-        for worker in self._started:
-            worker.log(step, metrics)
+        for tracker in self._started:
+            tracker.log(step, metrics)
 
     def finish(self, status: Status) -> None:
         """End the tracked runs, and wait for their trackers for `FINISH_SECONDS` at most."""
         end = time.monotonic() + FINISH_SECONDS
         started, self._started = self._started, []
-        for worker in started:
-            worker.finish(status)
-        for worker in started:
-            worker.wait(end)
+        for tracker in started:
+            tracker.finish(status)
+        for tracker in started:
+            tracker.wait(end)
 
 
-class _Worker:
-    """The thread of one tracker, which makes its calls in order."""
+class _Started:
+    """A tracker and its thread."""
 
     def __init__(self, tracker: Tracker, warn: Callable[[str], None]):
         self._tracker, self._warn, self._has_failed = tracker, warn, False
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._worker = Worker(tracker.name)
 
     def start(self, run: TrackedRun) -> str:
-        answer: Future[str] = Future()
-
-        def call() -> None:
-            try:
-                answer.set_result(self._tracker.start(run))
-            except BaseException as error:  # any error is for the caller
-                answer.set_exception(error)
-
-        self._calls.put(call)
         try:
-            return answer.result(START_SECONDS)
+            return self._worker.submit(self._tracker.start, run).result(START_SECONDS)
         except UserError:
             raise
         except Exception as error:
@@ -167,25 +154,21 @@ class _Worker:
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._calls.put(partial(self._tracker.log, step, metrics))
+        self._worker.submit(self._tracker.log, step, metrics).add_done_callback(self._check)
 
     def finish(self, status: Status) -> None:
-        self._calls.put(partial(self._tracker.finish, status))
-        self._calls.put(None)
+        self._worker.submit(self._tracker.finish, status).add_done_callback(self._check)
+        self._worker.end()
 
     def wait(self, end: float) -> None:
-        self._thread.join(max(0.0, end - time.monotonic()))
-        if self._thread.is_alive():
+        if not self._worker.join(max(0.0, end - time.monotonic())):
             self._say(f"not all metrics were sent in {FINISH_SECONDS} s")
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception as error:  # any error of a library: training continues
-                if not self._has_failed:
-                    self._has_failed = True
-                    self._say(f"{explain(error) or repr(error)}; training continues")
+    def _check(self, call: Future[None]) -> None:
+        error = call.exception()
+        if isinstance(error, Exception) and not self._has_failed:
+            self._has_failed = True
+            self._say(f"{explain(error) or repr(error)}; training continues")
 
     def _say(self, problem: str) -> None:
         self._warn(

@@ -2,18 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import (
-    ClassVar,
-    Generic,
-    Literal,
-    Protocol,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-    runtime_checkable,
-)
+from typing import ClassVar, Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -298,19 +287,6 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         return {}
 
 
-@runtime_checkable
-class HasState(Protocol):
-    """A module with a state, such as a mechanism or a model."""
-
-    def init_state(
-        self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> PyTree[Array]: ...
-
-
-def bytes_of_state(module: HasState, context_length: int) -> int:
-    """Size in bytes of a module's state for one sequence of `context_length` tokens."""
-    return num_bytes(jax.eval_shape(lambda: module.init_state((), capacity=context_length)))
-
-
-def num_bytes(tree: PyTree) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def num_bytes(arrays: PyTree) -> int:
+    """Size in bytes of all arrays of a pytree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
-from heinsen_jax.attention.base import bytes_of_state
+from heinsen_jax.attention.base import num_bytes
 from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
@@ -263,7 +263,7 @@ class LanguageModel(nnx.Module):
 
     def state_size(self, context_length: int) -> int:
         """Bytes of state of one sequence after context_length tokens."""
-        return bytes_of_state(self, context_length)
+        return num_bytes(jax.eval_shape(lambda: self.init_state((), capacity=context_length)))
 
 
 def _embedding(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.Embed:

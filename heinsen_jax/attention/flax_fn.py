@@ -161,8 +161,7 @@ def _simplest(
 
 def _mask_keys(key: Array, value: Array, mask: AnyArray) -> tuple[Array, Array]:
     """Set keys to -inf and values to 0 where a mask `[*B, num_kv_heads, 1, S]` is False."""
-    visible = jnp.swapaxes(jnp.asarray(mask), -1, -3)  # [*B, S, 1, num_kv_heads]
-    visible = jnp.swapaxes(visible, -1, -2)
+    visible = jnp.moveaxis(jnp.asarray(mask), -1, -3)  # [*B, S, num_kv_heads, 1]
     return jnp.where(visible, key, -jnp.inf), jnp.where(visible, value, 0)
 
 

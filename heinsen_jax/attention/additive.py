@@ -114,7 +114,6 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> AdditiveStates:
-        del capacity  # the same for any number of tokens
         sizes = self.num_heads, self.model_dim // self.num_heads, self.config.window_size
         first, second = (
             AdditiveState.empty(batch_shape, *sizes, self.param_dtype) for _ in range(2)

@@ -56,6 +56,5 @@ class FeaturesAttention(HeadedAttention[FeaturesT, FeatureState]):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> FeatureState:
-        del capacity  # the same for any number of tokens
         sizes = self.num_kv_heads, self.num_features, self.value_depth
         return self.state_type.empty(batch_shape, *sizes, self.sums_dtype)

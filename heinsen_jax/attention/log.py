@@ -264,10 +264,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         mixed = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=valid)
         return mixed[..., size:, :, :], after
 
-    def init_state(
-        self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> LogAttentionState | HeinsenAttentionState | WindowCache:
-        del capacity  # the same for any number of tokens
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> State:
         groups, dtype = self.num_kv_heads, self.sums_dtype
         if self.config.window_size is None:
             is_log = self.config.values == "log"

@@ -195,7 +195,6 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LogWindowState:
-        del capacity  # the same for any number of tokens
         return LogWindowState.empty(
             batch_shape,
             self.num_kv_heads,

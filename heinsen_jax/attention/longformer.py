@@ -120,7 +120,6 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LongformerState:
-        del capacity  # the same for any number of tokens
         shapes, dtype = self.token_shapes, self.cache_dtype
         window = WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
         first = tuple(

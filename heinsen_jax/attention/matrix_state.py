@@ -211,38 +211,28 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     ) -> tuple[Features, MatrixStates | None]:
         query, key, value, convolutions = self.heads(x, call)
         with jax.named_scope("mechanism"):
-            y, matrix = self.recur(call, x, query, key, value)
+            gates = cast("dict[str, Array]", self.gates(x))
+
+            def with_gates(function: Callable[..., Any]) -> Callable[..., Any]:
+                def call(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
+                    del is_causal
+                    named = dict(zip(gates, arrays[3:], strict=True))
+                    return function(*arrays[:3], **named, **options)
+
+                return call
+
+            y, matrix = devices.recur(
+                call.with_state(None if call.state is None else call.state.matrix),
+                with_gates(self.op),
+                *(query, key, value, *gates.values()),
+                empty=self.init_state(query.shape[:-3]).matrix,
+                summary=with_gates(self.summary),
+            )
         y = self.finish(x, y.astype(x.dtype), value)
         if matrix is None or call.state is None:
             return y, None
         count = call.state.num_tokens
         return y, MatrixStates(matrix, convolutions, None if count is None else count + x.shape[-2])
-
-    def recur(
-        self,
-        call: CallArguments[MatrixStates],
-        x: Features,
-        query: OfHeads,
-        key: OfHeads,
-        value: OfHeads,
-    ) -> tuple[OfHeads, MatrixState | MLSTMState | None]:
-        """The mechanism: `[..., T, N, V]`, and the new state if the call has one."""
-        gates = cast("dict[str, Array]", self.gates(x))
-
-        def with_gates(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
-                del is_causal
-                return function(*arrays[:3], **dict(zip(gates, arrays[3:], strict=True)), **options)
-
-            return call
-
-        return devices.recur(
-            call.with_state(None if call.state is None else call.state.matrix),
-            with_gates(self.op),
-            *(query, key, value, *gates.values()),
-            empty=self.init_state(query.shape[:-3]).matrix,
-            summary=with_gates(self.summary),
-        )
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         """The layer's output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
@@ -260,7 +250,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> MatrixStates:
-        del capacity  # the same for any number of tokens
         sizes = self.num_heads, self.key_depth, self.value_depth
         matrix = self.state_type.empty(batch_shape, *sizes, self.sums_dtype)
         return MatrixStates(matrix, tuple(x.init_state(batch_shape) for x in self.convolutions))

@@ -75,11 +75,9 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         self.down = dense(model_dim, self.rank + self.rotary_depth, ("embed", "mlp"))
         self.norm = rms_norm(self.rank, **options)
         init = uniform(self.rank**-0.5)
-        self.key_up = parameter(
-            init, num_heads, self.rank, self.key_depth, kind="matrix", **options
-        )
-        self.value_up = parameter(
-            init, num_heads, self.rank, self.value_depth, kind="matrix", **options
+        self.key_up, self.value_up = (
+            parameter(init, num_heads, self.rank, depth, kind="matrix", **options)
+            for depth in (self.key_depth, self.value_depth)
         )
         self.output = dense(num_heads * self.value_depth, model_dim, ("heads", "embed"))
 

@@ -68,6 +68,5 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> SegmentState:
-        del capacity  # the same for any number of tokens
         memory = jnp.broadcast_to(self.memory[...], (*batch_shape, *self.memory.shape))
         return SegmentState.start(memory, self.config.segment_length)

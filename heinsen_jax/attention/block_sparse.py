@@ -33,7 +33,8 @@ class BlockSparseConfig(RotaryConfig):
             return Capabilities(causal=True, streaming=True, segments=True)
         return Capabilities(causal=True, streaming=True)
 
-    def rule(self) -> Mask:
+    def rule(self, is_causal: bool = True) -> Mask:
+        del is_causal
         return block_rule(self.pattern, self.block_size, self.num_summaries)
 
     def reach(self) -> int | None:

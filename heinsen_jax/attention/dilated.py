@@ -24,8 +24,9 @@ class DilatedConfig(RotaryConfig):
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
-    def rule(self) -> Mask:
-        return Window(self.reach()) & Strided(self.dilation)
+    def rule(self, is_causal: bool = True) -> Mask:
+        window = Window(self.reach(), 0 if is_causal else self.reach())
+        return window & Strided(self.dilation)
 
     def reach(self) -> int:
         return (self.window_size - 1) * self.dilation

@@ -35,7 +35,8 @@ class L1SparseConfig(L1Config):
         return np.array(distances, np.int32)
 
     def num_visible(self, length: int, is_causal: bool) -> float:
-        return len(self.distances(length))
+        count = len(self.distances(length))
+        return count if is_causal else 2 * count - 1
 
 
 class L1SparseAttention(MaskedAttention[L1SparseConfig]):

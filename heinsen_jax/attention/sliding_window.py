@@ -22,8 +22,8 @@ class SlidingWindowConfig(RotaryConfig):
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
-    def rule(self) -> Window:
-        return Window(self.reach())
+    def rule(self, is_causal: bool = True) -> Window:
+        return Window(self.reach(), 0 if is_causal else self.reach())
 
     def reach(self) -> int:
         return self.window_size - 1

@@ -26,9 +26,10 @@ class MaskKeywords(OpKeywords, total=False):
 class MaskedConfig(HeadsConfig):
     """Configuration of a form of softmax attention."""
 
-    def rule(self) -> Mask | None:
-        """Rule for the visible keys among those up to the query; all when None. A rule of limited
-        span depends only on differences of positions."""
+    def rule(self, is_causal: bool = True) -> Mask | None:
+        """Rule for the visible keys, if causal among those up to the query; all when None. A rule
+        of limited span depends only on differences of positions."""
+        del is_causal
         return None
 
     def reach(self) -> int | None:
@@ -37,7 +38,7 @@ class MaskedConfig(HeadsConfig):
 
     def num_visible(self, length: int, is_causal: bool) -> float:
         """Visible keys per query, on average; estimated from some of the queries under a rule."""
-        rule = self.rule()
+        rule = self.rule(is_causal)
         if rule is None:
             return (length + 1) / 2 if is_causal else length
         rule = rule & Causal() if is_causal else rule

@@ -36,5 +36,16 @@ def test_flops_of_defaults(name):
     assert configure(name).flops(64, 4, LENGTH) == FLOPS.get(name)
 
 
-def test_flops_of_all_pairs():
-    assert configure("softmax").flops(64, 4, LENGTH, is_causal=False) == 4 * 4 * 16 * LENGTH
+@pytest.mark.parametrize(
+    ("name", "visible"),
+    [
+        ("softmax", LENGTH),
+        ("sliding_window", 384.0),  # 511 in the middle, 256 at the ends
+        ("dilated", 96.0),
+        ("l1_sparse", 39),  # 15 on each side, and 4 at doubling distances
+    ],
+)
+def test_flops_of_all_pairs(name, visible):
+    """A query attends to keys on both sides."""
+    flops = configure(name).flops(64, 4, LENGTH, is_causal=False)
+    assert flops == pytest.approx(4 * 4 * 16 * visible, rel=0.01)

@@ -1,7 +1,7 @@
 """Texts in a column of a Parquet file. Needs the extra `parquet`."""
 
+import io
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from heinsen_jax.errors import UserError, without_extra
 
@@ -14,7 +14,7 @@ except ImportError as missing:
 ROWS = 1024  # rows that are decoded in one call
 
 
-def read_texts(file: BinaryIO, name: str, column: str) -> Iterator[str]:
+def read_texts(file: io.BufferedReader, name: str, column: str) -> Iterator[str]:
     """Stream the texts of a column, row group by row group.
 
     Args:

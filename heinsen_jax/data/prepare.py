@@ -248,14 +248,12 @@ def _brief(value: object) -> str:
 def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
     ensure_local([source for unit in units for source in unit.sources])
     total = sum(unit.size for unit in units)
-    process = _process_here if executor == "local" else _process_on_ray
     with byte_progress(f"preparing {output.name}", total) as advance:
-        process(units, output, advance)
-
-
-def _process_here(units: Sequence[Unit], output: Path, advance: Callable[[int], None]) -> None:
-    for unit in units:
-        process_unit(unit, output, advance)
+        if executor == "ray":
+            _process_on_ray(units, output, advance)
+        else:
+            for unit in units:
+                process_unit(unit, output, advance)
 
 
 def _process_on_ray(units: Sequence[Unit], output: Path, advance: Callable[[int], None]) -> None:

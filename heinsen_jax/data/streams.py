@@ -33,7 +33,6 @@ def reporting(
 class _ReportingFile(io.RawIOBase):
     def __init__(self, file: io.IOBase, on_read: Callable[[memoryview], None]) -> None:
         self._file, self._on_read = file, on_read
-        self.mode, self.name = "rb", getattr(file, "name", "")  # as `BinaryIO` has them
 
     def readable(self) -> bool:
         return True
@@ -48,9 +47,6 @@ class _ReportingFile(io.RawIOBase):
         count = self._file.readinto(buffer)  # type: ignore[attr-defined]
         self._on_read(memoryview(buffer)[:count])
         return count
-
-    def readall(self) -> bytes:
-        return b"".join(iter(lambda: self.read(CHUNK_BYTES) or b"", b""))
 
     def close(self) -> None:
         self._file.close()

@@ -223,7 +223,7 @@ def _with_prefix_space(
     prefix = bool(config.get("add_prefix_space"))
     if kind in CLASSES.values():
         for part in _parts(document.get("pre_tokenizer")):
-            if part["type"] == "ByteLevel":
+            if part.get("type") == "ByteLevel":
                 part["add_prefix_space"] = prefix
         return document
     spaces = [

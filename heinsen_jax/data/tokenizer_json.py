@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken
@@ -140,7 +140,7 @@ class JsonTokenizer:
             write_atomically(folder / file, as_json(content))
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path) -> "JsonTokenizer":
         """Read the files of `save`, and check that they are unchanged."""
         path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
         config = read_json(config_path)

@@ -213,7 +213,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if there is no file."""
+    """Read a JSON object; without a file, return an empty one."""
     return read_json(path) if path.exists() else {}
 
 

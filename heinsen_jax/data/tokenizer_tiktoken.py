@@ -162,7 +162,7 @@ def _definition(name: str, load_ranks: Callable[..., dict[bytes, int]]) -> dict[
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     vars(module).update(load_tiktoken_bpe=load_ranks)
-    # The ranks of gpt2 are published in another format. They are those of r50k_base.
+    # The ranks of gpt2 are published in another format. They equal the ranks of r50k_base.
     return module.ENCODING_CONSTRUCTORS["r50k_base" if name == "gpt2" else name]()
 
 

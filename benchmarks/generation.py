@@ -7,7 +7,7 @@ FOLDER is a checkpoint in the format of transformers, such as SmolLM2-135M. Time
 interleaved calls in one process, float32, on a CPU. `prompt` is the time until the logits of the
 first new token are known; `decoding`, the time per token of 32 greedy tokens after a prompt of
 four, in one compiled loop; `streaming`, the time per token on request, as in a chat.
-Of transformers, `decoding` is `model.generate`, with the prompt of four.
+For transformers, `decoding` is `model.generate`, with the prompt of four.
 """
 
 import importlib

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _continuations(options: PromptOptions) -> Iterator[str]:
-    """The prompt and its continuation, as it is sampled; of several samples, one after another."""
+    """The prompt and its continuation, as it is sampled; or all samples, one after another."""
     check_text(options.prompt, "--prompt")
     engine = options.load()
     tokenizer = engine.tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -20,6 +20,7 @@ from heinsen_jax.attention.cache import bucket, is_cache
 from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import states
+from heinsen_jax.generate.prompts import checked_lengths
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
 from heinsen_jax.models.language_model import check_tokens
@@ -29,8 +30,8 @@ from heinsen_jax.typing import Array, ArrayLike, Bool, Features, Float, Integer,
 CHUNKS = tuple(2**power for power in range(9, -1, -1))
 """Numbers of tokens of a prompt that are processed together: 512 as often as they fit, then each
 other size at most once, so that few programs serve prompts of all lengths."""
-SCORED = 16
-"""Positions of which the logits are in memory together."""
+SCORE_BLOCK = 16
+"""Number of positions whose logits are in memory together."""
 
 Leaves: TypeAlias = tuple[Array, ...]
 Tokens: TypeAlias = Integer[Array | np.ndarray, "*B T"]
@@ -88,7 +89,7 @@ class Engine:
 
     Args:
       model: a causal language model.
-      tokenizer: its tokenizer, for functions of texts.
+      tokenizer: its tokenizer, for commands and chat.
 
     Raises:
       UserError: the model is not causal.
@@ -107,7 +108,8 @@ class Engine:
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer | None = None):
         if not model.config.is_causal:
             raise UserError(
-                "the model is not causal: it predicts masked tokens and cannot generate"
+                "model.is_causal=False: the model predicts masked tokens and cannot generate; "
+                "choose a causal model"
             )
         self.config: LanguageModelConfig = model.config
         self._tokenizer = tokenizer
@@ -150,10 +152,11 @@ class Engine:
 
     def reserve(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
         """The state, with space for at least `num_tokens` further tokens in mechanisms that store
-        every token. Capacities have few values, since functions are compiled for each.
+        every token. Capacities have few values, since functions are compiled for each. Under `jit`
+        the capacity of a given state is fixed, so call this before, for all tokens of a loop.
 
         Raises:
-          UserError: the model has fewer positions.
+          UserError: the model has fewer positions; or, under `jit`, the state a smaller capacity.
         """
         if num_tokens > (left := self.remaining(state)):
             raise UserError(
@@ -163,7 +166,14 @@ class Engine:
             )
 
         caches = states.caches(state)
-        if not caches or isinstance(length := caches[0].length, Tracer):
+        if not caches:
+            return state
+        if isinstance(length := caches[0].length, Tracer):
+            if num_tokens > (capacity := min(cache.capacity for cache in caches)):
+                raise UserError(
+                    f"state: its capacity of {capacity} tokens is less than {num_tokens}, and "
+                    "cannot grow under jit; call Engine.reserve before"
+                )
             return state
         needed = (caches[0].capacity if length is None else int(jnp.max(length))) + num_tokens
 
@@ -187,24 +197,35 @@ class Engine:
         Args:
           tokens: ids `[*B, T]`.
           state: the state before them; None at the start of a sequence.
-          lengths: number of tokens of each row `[B]`, if some have fewer than T; the others may be
-            any ids. Rows of the resulting state are independent.
+          lengths: number of tokens of each row of `[B, T]`, in 0 .. T, if some have fewer than T;
+            padding on the right may be any ids.
 
         Returns:
-          logits: of the next token, `[*B, V]`; of rows without tokens arbitrary.
+          logits: of the next token, `[*B, V]`; arbitrary for rows without tokens.
           state: the state after the tokens.
 
         Raises:
-          UserError: the model has too few positions.
+          UserError: the model has too few positions; lengths are invalid; or the state has other
+            batch axes than the tokens.
           ValueError: tokens are not integers, or an id is not in the vocabulary.
         """
         arrays = jax.tree.leaves((tokens, state, self.weights.outer))
         is_traced = any(isinstance(x, Tracer) for x in arrays)
         tokens = jnp.asarray(tokens) if is_traced else np.asarray(tokens)
+        if not tokens.ndim:
+            raise UserError("tokens: a single number; give ids [*B, T]")
+        tokens = tokens if tokens.size else tokens.astype(np.int32)
         check_tokens(tokens, self.config.vocab_size)
         batch, length = tokens.shape[:-1], tokens.shape[-1]
+        if lengths is not None:
+            lengths = checked_lengths(tokens, lengths, least=0)
         ends = np.asarray(length if lengths is None else lengths)
         before = self.init_state(batch) if state is None else state
+        if state is not None and (axes := states.batch_shape_of(self, state)) != batch:
+            raise UserError(
+                f"state: its batch axes {[*axes]} differ from {[*batch]} of the tokens; make them equal, "
+                "such as by Engine.branch"
+            )
         before = self.reserve(before, int(np.max(ends, initial=0)))
         if lengths is not None:
             before = states.with_independent_rows(self, before, batch[0])
@@ -214,20 +235,28 @@ class Engine:
         for size in sizes:
             while np.any(is_fed := ends - done >= max(size, 1)):
                 chunk = _chunk(tokens, done, size)
-                x, after = advance(self.program, self.weights, chunk, before)
-                new = x[..., -1:, :], after
-                if not np.all(is_fed):
-                    new = states.where_rows(jnp.asarray(is_fed), new, (last, before))
-                last, before = new
+                last, before = self._advance(chunk, before, last, is_fed)
                 done = np.asarray(done + size * is_fed)
         return read_out(self.program.outer, self.weights.outer, last)[..., 0, :], before
+
+    def _advance(
+        self, chunk: Tokens, state: LanguageModelState, last: Features, is_fed: np.ndarray
+    ) -> tuple[Features, LanguageModelState]:
+        """The last features after a chunk, and the state after it, of the rows that are fed."""
+        x, after = advance(self.program, self.weights, chunk, state)
+        new = x[..., -1:, :], after
+        if np.all(is_fed):
+            return new
+        return states.where_rows(jnp.asarray(is_fed), new, (last, state))
 
     def step(
         self, tokens: ArrayLike, state: LanguageModelState
     ) -> tuple[Logits, LanguageModelState]:
-        """Process one token of each sequence, `[*B]`: as `feed`, but one compiled function, for
-        loops."""
-        return step(self.program, self.weights, jnp.asarray(tokens), self.reserve(state, 1))
+        """Process one token of each sequence, `[*B]`: as `feed`, but one compiled function. In a
+        loop under `jit`, call `reserve` before the loop."""
+        tokens = jnp.asarray(tokens)
+        check_tokens(tokens, self.config.vocab_size)
+        return step(self.program, self.weights, tokens, self.reserve(state, 1))
 
     def score(
         self,
@@ -237,8 +266,21 @@ class Engine:
         *,
         num_tokens: int | None = None,
     ) -> tuple[Float[Array, "*B T"], Bool[Array, "*B T"], LanguageModelState]:
-        """log p `[*B, T]` of the target that follows each token, whether it is the likeliest of the
-        first `num_tokens` ids (of all when None), and the state after the tokens."""
+        """Score the token that follows each token.
+
+        Args:
+          tokens: ids `[*B, T]`.
+          targets: the ids that follow, `[*B, T]`.
+          state: the state before the tokens.
+          num_tokens: only ids below this may be the likeliest; all when None.
+
+        Returns:
+          log_p: the log probability of each target among all ids, `[*B, T]`.
+          is_likeliest: whether it has the largest logit.
+          state: the state after the tokens.
+        """
+        for ids in (tokens, targets):
+            check_tokens(ids, self.config.vocab_size)
         state = self.reserve(state, tokens.shape[-1])
         x, state = advance(self.program, self.weights, tokens, state)
         options = self.program.outer, num_tokens, self.weights.outer
@@ -259,19 +301,12 @@ class Engine:
     def parameters(self) -> Iterator[tuple[str, list[Array]]]:
         """The names of the model's parameters, and each one's layers."""
         program, weights = self.program, self.weights
-        size = len(program.layers) // self._repeats
+        size = len(self.config.layer_pattern)
         yield from ((name, [x]) for name, x in _named(program.outer, weights.outer).items())
-        for place in range(size):
-            layers = [
-                _named(program.layers[index], weights.layers[index])
-                for index in range(place, len(program.layers), size)
-            ]
-            for name in layers[0]:
-                yield f"blocks.{place}.{name}", [layer[name] for layer in layers]
-
-    @property
-    def _repeats(self) -> int:
-        return self.config.num_layers // len(self.config.layer_pattern)
+        layers = [*map(_named, program.layers, weights.layers)]
+        for index in range(size):
+            for name in layers[index]:
+                yield f"blocks.{index}.{name}", [layer[name] for layer in layers[index::size]]
 
     @cached_property
     def _outer(self) -> LanguageModel:
@@ -289,9 +324,8 @@ def _named(part: Part, leaves: Leaves) -> dict[str, Array]:
 
 
 def _on_device(leaves: Leaves) -> Leaves:
-    """Leaves that are on the host, on the first device."""
-    device = jax.local_devices()[0]
-    return tuple(jax.device_put(x, device) if isinstance(x, np.ndarray) else x for x in leaves)
+    """Leaves that are on the host, on the default device."""
+    return tuple(jax.device_put(x) if isinstance(x, np.ndarray) else x for x in leaves)
 
 
 def _unstacked(stack: Leaves, repeats: int) -> list[Leaves]:
@@ -331,22 +365,27 @@ def advance(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _embedded(
-    part: Part, by_row: bool, leaves: Leaves, tokens: Tokens, state: PyTree
+    part: Part, by_row: int, leaves: Leaves, tokens: Tokens, state: PyTree
 ) -> tuple[Features, PyTree]:
     def one(tokens: Tokens, state: PyTree) -> tuple[Features, PyTree]:
         return part.with_leaves(leaves).embedded(tokens, state=state)
 
-    return (jax.vmap(one) if by_row else one)(tokens, state)
+    return _by_row(one, by_row)(tokens, state)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def compiled_block(
-    part: Part, by_row: bool, leaves: Leaves, x: Features, state: BlockState
+    part: Part, by_row: int, leaves: Leaves, x: Features, state: BlockState
 ) -> tuple[Features, BlockState]:
     def one(x: Features, state: BlockState) -> tuple[Features, BlockState]:
         return part.with_leaves(leaves)(x, state=state, return_state=True)
 
-    return (jax.vmap(one) if by_row else one)(x, state)
+    return _by_row(one, by_row)(x, state)
+
+
+def _by_row(function: Callable, by_row: int) -> Callable:
+    """Map a function over that many batch axes."""
+    return function if by_row == 0 else jax.vmap(_by_row(function, by_row - 1))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -379,5 +418,5 @@ def _score(
         return log_p, jnp.argmax(logits[..., :num_tokens], -1) == targets
 
     by_position = jnp.moveaxis(x, -2, 0), jnp.moveaxis(targets, -1, 0)
-    log_p, is_likeliest = jax.lax.map(one, by_position, batch_size=SCORED)
+    log_p, is_likeliest = jax.lax.map(one, by_position, batch_size=SCORE_BLOCK)
     return jnp.moveaxis(log_p, 0, -1), jnp.moveaxis(is_likeliest, 0, -1)

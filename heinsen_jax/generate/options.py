@@ -48,8 +48,8 @@ class TextOptions(ModelOptions):
         return Engine(model, tokenizer)
 
     def print_part(self, text: str) -> None:
-        """Print a part of a text, with control characters escaped; with --raw its exact bytes, of
-        which those that are not UTF-8 are surrogates in the text."""
+        """Print a part of a text, with control characters escaped; with --raw its exact bytes. In
+        the text, surrogates stand for bytes that are not UTF-8."""
         if not self.raw:
             print(printable(text, lines=True), end="", flush=True)
             return

@@ -21,21 +21,33 @@ def right_padded(
     Raises:
       UserError: the lengths are invalid for the prompts.
     """
+    lengths, length = checked_lengths(tokens, lengths, least=1), tokens.shape[-1]
+    if padding not in ("right", "left"):
+        raise UserError(f"padding={padding!r} must be 'right' or 'left'")
+    if padding == "left":
+        columns = (np.arange(length)[None] - lengths[:, None]) % length
+        tokens = jnp.take_along_axis(tokens, columns, 1)
+    return tokens, lengths
+
+
+def checked_lengths(
+    tokens: Integer[Array | np.ndarray, "*B T"], lengths: PromptLengths, *, least: int
+) -> Integer[np.ndarray, "B"]:
+    """The lengths `[B]` of prompts `[B, T]`, in least .. T.
+
+    Raises:
+      UserError: the lengths are invalid for the prompts.
+    """
     lengths = np.asarray(lengths)
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         raise UserError(
             f"lengths{[*lengths.shape]} must be [B], one for each row of tokens [B, T], which are "
             f"{[*tokens.shape]}"
         )
-    length = tokens.shape[-1]
-    if not np.issubdtype(lengths.dtype, np.integer) or np.any((lengths < 1) | (lengths > length)):
-        raise UserError(f"lengths={lengths.tolist()} must be integers in 1 .. {length}")
-    if padding not in ("right", "left"):
-        raise UserError(f"padding={padding!r} must be 'right' or 'left'")
-    if padding == "left":
-        place = (np.arange(length)[None] - lengths[:, None]) % length
-        tokens = jnp.take_along_axis(tokens, place, 1)
-    return tokens, lengths
+    is_integer, length = np.issubdtype(lengths.dtype, np.integer), tokens.shape[-1]
+    if not is_integer or np.any((lengths < least) | (lengths > length)):
+        raise UserError(f"lengths={lengths.tolist()} must be integers in {least} .. {length}")
+    return lengths
 
 
 def to_array(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class _ByLayer(Protocol):
-    """A model of which the layers are not in stacks."""
+    """A model with separate layers."""
 
     def parameters(self) -> Iterator[tuple[str, list[Array]]]: ...
 
@@ -48,12 +48,13 @@ def repeat_state(model: Model, state: LanguageModelState, number: int) -> Langua
 
     So a prompt is processed once for any number of continuations.
     """
-    batch = _num_batch_axes(model, state)
+    batch = len(batch_shape_of(model, state))
 
     def one(x: Array, is_shared: bool) -> Array:
         return x if is_shared else _with_axis(x, batch, number)
 
-    return jax.tree.map(one, state, _shared(model, state))
+    repeated = jax.tree.map(one, state, _shared(model, state))
+    return dataclasses.replace(repeated, by_row=state.by_row + (state.by_row > 0))
 
 
 def with_independent_rows(model: Model, state: LanguageModelState, rows: int) -> LanguageModelState:
@@ -65,12 +66,12 @@ def with_independent_rows(model: Model, state: LanguageModelState, rows: int) ->
     def one(x: Array, is_shared: bool) -> Array:
         return _with_axis(x, 0, rows) if is_shared else x
 
-    return dataclasses.replace(jax.tree.map(one, state, shared), by_row=True)
+    return dataclasses.replace(jax.tree.map(one, state, shared), by_row=1)
 
 
 def check_one(model: Model, state: LanguageModelState) -> None:
-    """Raise UserError if a state is of a batch of sequences."""
-    if _num_batch_axes(model, state):
+    """Raise UserError if a state belongs to a batch of sequences."""
+    if batch_shape_of(model, state):
         raise UserError(
             "state: has a batch axis; pass the state of one sequence, as returned by "
             "model(tokens[T], return_state=True)"
@@ -122,10 +123,11 @@ def _shared(model: Model, state: LanguageModelState) -> LanguageModelState:
     return jax.tree.map(lambda x, y: not state.by_row and x.ndim == y.ndim, alone, one)
 
 
-def _num_batch_axes(model: Model, state: LanguageModelState) -> int:
+def batch_shape_of(model: Model, state: LanguageModelState) -> tuple[int, ...]:
+    """The batch axes of a state."""
     alone = _shapes(model, state, ())
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True)
-    return max(x.ndim - y.ndim for x, y in pairs)
+    return max((x.shape[: x.ndim - y.ndim] for x, y in pairs), key=len)
 
 
 class _Contents(pydantic.BaseModel, extra="forbid"):
@@ -141,14 +143,13 @@ class _Contents(pydantic.BaseModel, extra="forbid"):
     batch_shape: tuple[pydantic.NonNegativeInt, ...]
     capacities: tuple[pydantic.NonNegativeInt, ...]
     is_growing: bool
-    by_row: bool
+    by_row: pydantic.NonNegativeInt
 
     @classmethod
     def of(cls, model: Model, state: LanguageModelState) -> "_Contents":
-        alone, stored = _shapes(model, state, ()), caches(state)
-        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True)
+        stored = caches(state)
         return cls(
-            batch_shape=max((x.shape[: x.ndim - y.ndim] for x, y in pairs), key=len),
+            batch_shape=batch_shape_of(model, state),
             capacities=tuple(cache.capacity for cache in stored),
             is_growing=any(cache.length is None for cache in stored),
             by_row=state.by_row,
@@ -167,7 +168,15 @@ class _Contents(pydantic.BaseModel, extra="forbid"):
             return cache if node.length is not None else dataclasses.replace(cache, length=None)
 
         state = jax.tree.map(grown, state, is_leaf=is_cache)
-        return with_independent_rows(model, state, self.batch_shape[0]) if self.by_row else state
+        if not self.by_row:
+            return state
+        axes = self.batch_shape[: self.by_row]
+
+        def one(x: Array, is_shared: bool) -> Array:
+            return jnp.broadcast_to(x, axes + x.shape) if is_shared else x
+
+        state = jax.tree.map(one, state, _shared(model, state))
+        return dataclasses.replace(state, by_row=self.by_row)
 
 
 def save_state(path: str | Path, model: Model, state: LanguageModelState) -> None:
@@ -222,8 +231,11 @@ def load_state(path: str | Path, model: Model) -> LanguageModelState:
 
 
 def _leaf(x: np.ndarray | None, like: jax.ShapeDtypeStruct) -> Array:
-    """An array of a file, of which empty ones are left out; ValueError if it has another shape or
-    dtype."""
+    """An array of a file, which leaves out empty ones.
+
+    Raises:
+      ValueError: it has another shape or dtype.
+    """
     x = np.zeros(0, like.dtype).reshape(like.shape) if x is None else x
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         x = np.ascontiguousarray(x).view(like.dtype).reshape(like.shape)

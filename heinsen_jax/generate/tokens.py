@@ -163,6 +163,8 @@ def stream(
     """
     engine = Engine.of(model)
     sampler = Sampler.of(engine.config, temperature, top_k, key, num_tokens, top_p)
+    if np.ndim(tokens) != 1 or sampler.key.shape:
+        raise UserError("tokens and key: a stream is one sequence; give tokens [T] and one key")
     return (token for token, _ in continued(engine, _prompts(engine, tokens), sampler))
 
 

@@ -42,13 +42,14 @@ class LanguageModelState:
       position: state of the position encoding: the last output h `[*B, D]` of the recurrence, the
         number of tokens so far for learned positions, or empty without a position encoding.
       blocks: one `BlockState` per layer.
-      by_row: whether numbers that the sequences of a batch usually share, such as the length of a
-        cache, are `[B]`, after prompts of different lengths. `generate` continues such a state.
+      by_row: number of batch axes of numbers that the sequences of a batch usually share, such as
+        the length of a cache: 1 after prompts of different lengths. `generate` continues such a
+        state.
     """
 
     position: PositionState
     blocks: tuple[BlockState, ...]
-    by_row: bool = field(default=False, metadata={"static": True})
+    by_row: int = field(default=0, metadata={"static": True})
 
 
 MAX_UNROLLED = 32

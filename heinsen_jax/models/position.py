@@ -141,6 +141,7 @@ class LearnedPositions(nnx.Module):
         return jnp.zeros((), jnp.int32)
 
     def remaining(self, state: PositionState) -> float:
-        """Maximum number of further tokens; infinite if it is not known yet, under `jit`."""
+        """Maximum number of further tokens; under `jit`, of the whole sequence."""
         assert not isinstance(state, tuple)
-        return math.inf if isinstance(state, Tracer) else len(self.embedding) - int(jnp.max(state))
+        used = 0 if isinstance(state, Tracer) else int(jnp.max(state))
+        return len(self.embedding) - used

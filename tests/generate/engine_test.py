@@ -8,7 +8,7 @@ from flax import nnx
 
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import Engine, generate, load_state
+from heinsen_jax.generate import Engine, generate, load_state, stream
 from heinsen_jax.generate.states import fingerprint
 from heinsen_jax.models import LanguageModel
 from tests.models.mechanisms_test import build
@@ -29,7 +29,7 @@ def engine(model) -> Engine:
     return Engine(model, get_tokenizer("bytes"))
 
 
-def test_logits_are_those_of_the_model(model, engine):
+def test_logits_equal_the_models(model, engine):
     whole = apply(model, TOKENS)
     logits, state = engine.feed(TOKENS[:, :7])
     np.testing.assert_allclose(logits, whole[:, 6], atol=1e-4)
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_model(model, engine):
             np.testing.assert_allclose(have, want, atol=1e-4)
 
 
-def test_rows_of_any_length_also_none(model, engine):
+def test_rows_of_different_lengths(model, engine):
     lengths = np.array([0, 13, 6, 5])
     tokens = np.concatenate([TOKENS, TOKENS[::-1]])
     logits, state = engine.feed(tokens, lengths=lengths)
@@ -107,11 +107,54 @@ def test_prompts_in_jit(model, lengths):
     np.testing.assert_array_equal(write(parameters, jnp.asarray(TOKENS)), expected)
 
 
-def test_what_cannot_be_served_is_named(model):
+def test_branches_of_rows_of_different_lengths(model, engine, tmp_path):
+    _, state = engine.feed(TOKENS, lengths=[3, 7])
+    engine.save(tmp_path / "state", engine.branch(state, 2))
+    logits, _ = engine.step([[1, 2], [3, 4]], engine.load(tmp_path / "state"))
+    for row, length in enumerate((3, 7)):
+        for column in range(2):
+            tokens = np.append(TOKENS[row, :length], 2 * row + column + 1)
+            np.testing.assert_allclose(logits[row, column], apply(model, tokens)[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: x.feed(5), "tokens: a single number"),
+        (lambda x: x.feed([17]), "token id 17 is outside"),
+        (lambda x: x.step(-1, x.init_state()), "token id -1 is outside"),
+        (lambda x: x.score(TOKENS, TOKENS + 9, x.init_state((2,))), "token id .* is outside"),
+        (
+            lambda x: x.feed(TOKENS, lengths=[5, 14]),
+            r"lengths=\[5, 14\] must be integers in 0 .. 13",
+        ),
+        (lambda x: x.feed(TOKENS, lengths=5), r"lengths\[\] must be \[B\]"),
+        (lambda x: x.feed(TOKENS, x.init_state()), r"state: its batch axes \[\] differ from \[2\]"),
+        (lambda x: stream(x, TOKENS, top_k=1), "a stream is one sequence"),
+    ],
+)
+def test_bad_arguments_are_named(engine, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(engine)
+
+
+@pytest.mark.parametrize("fields", [{}, {"positions": "learned", "max_length": 5}])
+def test_too_many_tokens_in_jit_are_refused(fields):
+    """They would be NaN."""
+    graph, parameters = nnx.split(build("softmax", convolution_size=None, **fields))
+
+    @jax.jit
+    def write(parameters, tokens, state):
+        return generate(nnx.merge(graph, parameters), tokens, 4, top_k=1, state=state)
+
+    state = None if fields else nnx.merge(graph, parameters).init_state((), capacity=5)
+    with pytest.raises(UserError, match=r"6 more tokens|capacity of 5 tokens is less than 6"):
+        write(parameters, jnp.array([3, 1, 4]), state)
+
+
+def test_unsupported_calls_raise(model):
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         _ = Engine(model).tokenizer
     fields = {"positions": "learned", "max_length": 5, "convolution_size": None}
     with pytest.raises(UserError, match=r"6 more tokens, but the model has 5 positions left"):
         Engine(build("softmax", **fields)).feed(TOKENS[0, :6])
-    with pytest.raises(ValueError, match="token id 17 is outside"):
-        Engine(model).feed([17])

@@ -158,7 +158,7 @@ def dot_product_attention(
         fold_heads(key, groups)[:, 0],
         fold_heads(value, groups)[:, 0],
         rule=rule,
-        ids=_ids(query, key, segment_ids, key_value_seq_lengths),
+        ids=folded_ids(query, key, segment_ids, key_value_seq_lengths),
         decays=_decays(log_decay, query, key, segment_ids, key_value_seq_lengths, query_offset),
         bias=None if bias is None else jnp.broadcast_to(bias, full),
         mask=None if mask is None else jnp.broadcast_to(mask, full),
@@ -220,7 +220,7 @@ def _refuse(implementation: str, given: dict[str, bool]) -> None:
         )
 
 
-def _ids(
+def folded_ids(
     query: Array, key: Array, segment_ids: Array | None, key_value_seq_lengths: Array | None
 ) -> Pair | None:
     """Return segment ids of queries `[X, T]` and keys `[X, S]`: only equal ids attend to each

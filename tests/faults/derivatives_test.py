@@ -26,18 +26,17 @@ OF_SECOND_ORDER: dict[str, Callable[[Array, Array, Array], Array]] = {
     "heinsen, scan": partial(heinsen_attention, implementation="scan"),
     "softmax, xla": partial(dot_product_attention, is_causal=True, implementation="xla"),
     "softmax, tiled": partial(dot_product_attention, is_causal=True, implementation="tiled"),
-    "l1, bidirectional": partial(l1_attention, is_causal=False),
+    "l1, causal": partial(l1_attention, is_causal=True),
     "l1_sparse": lambda query, key, value: l1_sparse_attention(query, key, value, EDGES),
     "additive": lambda query, key, value: additive_pooling(value, jnp.sum(query * key, -1)),
 }
 FORWARD = "can't apply forward-mode autodiff \\(jvp\\) to a custom_vjp function"
 SECOND = "Linearization failed to produce known values"
-IN_WHILE = "Reverse-mode differentiation does not work for lax.while_loop"
 REFUSED = [
     ("log", partial(log_attention, implementation="chunked"), FORWARD, SECOND),
     ("heinsen", partial(heinsen_attention, implementation="chunked"), FORWARD, SECOND),
     ("softmax", OF_SECOND_ORDER["softmax, tiled"], FORWARD, None),
-    ("l1", partial(l1_attention, is_causal=True), FORWARD, IN_WHILE),
+    ("l1", OF_SECOND_ORDER["l1, causal"], FORWARD, None),
     ("l1_sparse", OF_SECOND_ORDER["l1_sparse"], FORWARD, None),
     ("additive", OF_SECOND_ORDER["additive"], FORWARD, None),
 ]

@@ -25,13 +25,13 @@ class Fault(NamedTuple):
 
 LOG_ATTENTION_FAULTS = {
     "a mask off by one": Fault(
-        "heinsen_jax/ops/log_attention/single_level.py",
+        "heinsen_jax/ops/log_attention/fast.py",
         "jnp.tri(size, dtype=bool)",
         "jnp.tri(size, k=-1, dtype=bool)",
         ("tests/ops/log_attention/chunked_test.py",),
     ),
     "a dropped decay": Fault(
-        "heinsen_jax/ops/log_attention/single_level.py",
+        "heinsen_jax/ops/log_attention/fast.py",
         "key - so_far",
         "key",
         ("tests/ops/log_attention/chunked_test.py",),
@@ -62,8 +62,8 @@ LOG_ATTENTION_FAULTS = {
     ),
     "a window off by one": Fault(
         "heinsen_jax/ops/log_attention/variants.py",
-        "_moved(before.query, 1 - window)",
-        "_moved(before.query, -window)",
+        "_shift(before.query, 1 - window)",
+        "_shift(before.query, -window)",
         ("tests/ops/log_attention/keywords_test.py",),
     ),
     "states merged without decay": Fault(

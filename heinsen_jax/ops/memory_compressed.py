@@ -356,13 +356,13 @@ def _attend_whole(
     count = jnp.maximum(bounds[..., -1] - start, 0)
     groups = -(-count // factor)
     shift = start - (groups * factor - count) if pad == "left" else start
-    key, value = _moved(key, shift, length + extra), _moved(value, shift, length + extra)
-    query = _moved(query, shift, length + extra) if is_causal else query
+    key, value = _shift(key, shift, length + extra), _shift(value, shift, length + extra)
+    query = _shift(query, shift, length + extra) if is_causal else query
     y = attend(query, key, value, key_value_seq_lengths=1 + groups)
-    return _moved(y, -shift, length) if is_causal else y
+    return _shift(y, -shift, length) if is_causal else y
 
 
-def _moved(x: Array, shift: Array, length: int) -> Array:
+def _shift(x: Array, shift: Array, length: int) -> Array:
     """Return `[*B, length, G, F]` with x_{i + shift} at i, 0 out of range."""
     size = x.shape[AXIS]
     index = jnp.arange(length).reshape((1,) * shift.ndim + (length,)) + shift[..., None]

@@ -91,7 +91,9 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
         *(_one_batch(x.astype(dtype), n) for x, n in zip(before, (2, 3), strict=True))
     )
     is_one = arguments.is_causal and arguments.query.shape[-3] == 1
-    implementation = passes(arguments.implementation, arguments.dtype, is_one=is_one)
+    implementation = resolve_implementation(
+        arguments.implementation, arguments.dtype, is_one=is_one
+    )
     window, is_log = arguments.local_window_size, arguments.is_log
     masked = _masked(inputs, valid, segment_ids, is_log=is_log)
     if 0 in inputs.key.shape[:2]:  # no tokens or no sequences: queries read only the state
@@ -213,7 +215,7 @@ def _total_decay(
     return total
 
 
-def passes(
+def resolve_implementation(
     chosen: Implementation | None, dtype: DTypeLike, *, is_one: bool
 ) -> variants.AttentionPasses | None:
     """Return the chosen implementation; by default `scan` if `is_one` token, else `chunked`.

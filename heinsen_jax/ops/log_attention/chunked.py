@@ -2,7 +2,7 @@
 
 The tier of each block is chosen from a scalar that is measured first:
 
-1. `single_level`: masked matrix products over chunks. The exponent range must cover the *rise* of
+1. `fast`: masked matrix products over chunks. The exponent range must cover the *rise* of
 keys inside a chunk above the keys visible to its first query, plus the *span* of log-values.
 2. `exact`: everything else.
 
@@ -22,7 +22,7 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.layout import unchunk, varying_like
-from heinsen_jax.ops.log_attention import exact, single_level
+from heinsen_jax.ops.log_attention import exact, fast
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.state import read_all
 from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
@@ -137,7 +137,7 @@ class Chunked:
             block_size = max(1, tokens // chunk_size) * chunk_size
         num_blocks = max(1, -(-inputs.length // block_size))
         return Plan(
-            form=single_level.Form(
+            form=fast.Form(
                 chunk_size,
                 is_half=self.matmul_dtype == "bfloat16",
                 parallel_scan=not on_cpu if self.parallel_scan is None else self.parallel_scan,
@@ -158,7 +158,7 @@ class Plan:
       budget: maximum difference of exponents in a block, in nats.
     """
 
-    form: single_level.Form
+    form: fast.Form
     block_size: int
     remat: bool
     is_log: bool
@@ -182,7 +182,7 @@ class Measured(NamedTuple):
     tier: Int[Array, ""]
     scale: Float[Array, "B G V"]
     inverse: Float[Array, "B G V"] | None
-    scales: single_level.MaxExponents
+    scales: fast.MaxExponents
 
 
 class Saved(NamedTuple):
@@ -190,7 +190,7 @@ class Saved(NamedTuple):
 
     before: Averages
     measured: Measured
-    residuals: tuple[single_level.Residuals, Averages] | None  # per tier; zeros for one
+    residuals: tuple[fast.Residuals, Averages] | None  # per tier; zeros for one
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -245,24 +245,24 @@ def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, 
     measured = measure(plan, inputs, state)
 
     @partial(jax.jit, inline=True)  # traced once
-    def fast(inputs: Inputs, state: Averages):
+    def fast_tier(inputs: Inputs, state: Averages):
         linear = _to_linear(inputs, state, measured)
-        result, residuals = single_level.forward(plan.form, *linear, measured.scales)
+        result, residuals = fast.forward(plan.form, *linear, measured.scales)
         before = varying_like(exact.no_states(inputs, state), inputs)
         return _from_linear(plan, result, measured.scale), None if plan.remat else (
             residuals,
             before,
         )
 
-    def slow(inputs: Inputs, state: Averages):
+    def slow_tier(inputs: Inputs, state: Averages):
         result, before = exact.forward(plan.average, inputs, state)
         if plan.remat:
             return result, None
-        nothing, _ = jax.eval_shape(fast, inputs, state)[1]
+        nothing, _ = jax.eval_shape(fast_tier, inputs, state)[1]
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
         return result, (varying_like(nothing, inputs), before)
 
-    result, residuals = lax.switch(measured.tier, (fast, slow), inputs, state)
+    result, residuals = lax.switch(measured.tier, (fast_tier, slow_tier), inputs, state)
     return result, Saved(state, measured, residuals)
 
 
@@ -271,23 +271,23 @@ def _block_backward(
 ) -> tuple[Inputs, Averages]:
     """Return the cotangents of a block's inputs (None for `starts`) and of the state before it."""
 
-    def fast(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
+    def fast_tier(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
         return _fast_backward(plan, inputs, saved, d_outputs, d_after)
 
-    def slow(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
+    def slow_tier(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
         if saved.residuals is None:
             _, before = exact.forward(plan.average, inputs, saved.before)
         else:
             _, before = saved.residuals
         return exact.backward(plan.average, inputs, before, d_outputs, d_after)
 
-    return lax.switch(saved.measured.tier, (fast, slow), d_outputs, d_after)
+    return lax.switch(saved.measured.tier, (fast_tier, slow_tier), d_outputs, d_after)
 
 
 def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
     """Choose the tier. Costs memory-bound reductions, no matrix products."""
     inputs, state = lax.stop_gradient((inputs, state))
-    scales, rise = single_level.scales_and_rise(inputs, state.log_z, plan.form)
+    scales, rise = fast.scales_and_rise(inputs, state.log_z, plan.form)
     batch, _, groups, _ = inputs.key.shape
     mean = state.mean.reshape(batch, groups, *state.mean.shape[1:])
     if plan.is_log:
@@ -332,11 +332,11 @@ def _fast_backward(
         residuals, _ = saved.residuals
     else:
         linear = _to_linear(inputs, saved.before, saved.measured)
-        _, residuals = single_level.forward(plan.form, *linear, saved.measured.scales)
+        _, residuals = fast.forward(plan.form, *linear, saved.measured.scales)
     _, _, groups, heads, _ = inputs.query.shape
     y, value = unchunk(residuals.y, groups, heads), unchunk(residuals.value, groups, 1)[:, :, :, 0]
     d_result = _d_from_linear(plan, (d_outputs, d_after), scale, y, residuals.mean_end)
-    d_linear = single_level.backward(plan.form, inputs, residuals, *d_result)
+    d_linear = fast.backward(plan.form, inputs, residuals, *d_result)
     return _d_to_linear(*d_linear, saved.measured, value, residuals.mean)
 
 

@@ -76,9 +76,9 @@ def windowed(
             value=inputs.value,
             starts=starts,
         )
-    before = _reversed(replace(before, query=_moved(before.query, 1 - window)))
+    before = _reversed(replace(before, query=_shift(before.query, 1 - window)))
     y, log_z, _ = implementation.causal(before, empty, is_log=is_log)
-    earlier = _moved(y[:, ::-1], window - 1), _moved(log_z[:, ::-1], window - 1)
+    earlier = _shift(y[:, ::-1], window - 1), _shift(log_z[:, ::-1], window - 1)
     reaches_back = (position >= window) & (position % window != window - 1)
     return _merge(recent, _only(reaches_back, earlier, is_log), is_log)
 
@@ -90,9 +90,9 @@ def _whole_segments(
     assert inputs.starts is not None
     y, log_z, after = implementation.causal(inputs, state, is_log=is_log)
     # In reversed order, the state at the next token holds all that follows a query.
-    reverse = _reversed(replace(inputs, query=_moved(inputs.query, 1)))
+    reverse = _reversed(replace(inputs, query=_shift(inputs.query, 1)))
     y_later, log_z_later, _ = implementation.causal(reverse, _empty(state, is_log), is_log=is_log)
-    later = _moved(y_later[:, ::-1], -1), _moved(log_z_later[:, ::-1], -1)
+    later = _shift(y_later[:, ::-1], -1), _shift(log_z_later[:, ::-1], -1)
     continues = jnp.logical_not(_ends(inputs.starts))
     return _merge((y, log_z), _only(continues, later, is_log), is_log), after
 
@@ -138,7 +138,7 @@ def _ends(starts: Array) -> Array:
     return jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
 
 
-def _moved(x: Array, by: int) -> Array:
+def _shift(x: Array, by: int) -> Array:
     """Move token t of x to t + `by`; zeros elsewhere."""
     length = x.shape[1]
     widths = [(0, 0), (max(by, 0), max(-by, 0)), *[(0, 0)] * (x.ndim - 2)]
@@ -158,5 +158,5 @@ def _running_sum(x: Array, starts: Array) -> Array:
 def _decay_to_segment_end(log_decay: Array, starts: Array) -> Array:
     """`decay_to_end` within segments."""
     ends = _ends(starts)
-    next_decay = jnp.where(ends[..., None, None], 0.0, _moved(log_decay, -1))
+    next_decay = jnp.where(ends[..., None, None], 0.0, _shift(log_decay, -1))
     return _running_sum(next_decay[:, ::-1], ends[:, ::-1])[:, ::-1]

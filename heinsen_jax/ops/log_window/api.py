@@ -13,7 +13,7 @@ from heinsen_jax.ops.arguments import (
     check_tokens,
 )
 from heinsen_jax.ops.log_attention import mosaic
-from heinsen_jax.ops.log_attention.call import passes
+from heinsen_jax.ops.log_attention.call import resolve_implementation
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.log_window.merged import attend
@@ -141,7 +141,7 @@ def log_window_attention(
     """
     arrays = query, key, value, query_features, key_features
     _check(arrays, log_weight, log_decay, segment_ids, window_size, initial_state)
-    attention = _passes(implementation, *arrays)
+    attention = _resolve_implementation(implementation, *arrays)
     *batch, length, groups, key_depth = key.shape
     state = initial_state
     if return_state and state is None:
@@ -206,7 +206,7 @@ def _check(
     check_array("initial_state.num_tokens", state.num_tokens, (heads,), jnp.integer)
 
 
-def _passes(
+def _resolve_implementation(
     chosen: Implementation | None, query: Array, key: Array, value: Array, *features: Array
 ) -> AttentionPasses:
     """Return the implementation of log-attention, for several tokens or, if None is chosen, one."""
@@ -218,6 +218,6 @@ def _passes(
     if chosen == "gpu":
         depths = features[0].shape[-1], value.shape[-1]
         mosaic.check(depths=depths, dtype=jnp.promote_types(dtype, jnp.float32), is_causal=True)
-    attention = passes(chosen, dtype, is_one=query.shape[-3] == 1)
+    attention = resolve_implementation(chosen, dtype, is_one=query.shape[-3] == 1)
     assert attention is not None
     return attention

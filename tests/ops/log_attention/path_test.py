@@ -9,7 +9,7 @@ import pytest
 
 import heinsen_jax
 from heinsen_jax.attention import heinsen_attention, log_attention
-from heinsen_jax.ops.log_attention import Chunked, single_level
+from heinsen_jax.ops.log_attention import Chunked, fast
 
 PACKAGE = str(Path(heinsen_jax.__file__).parent)
 
@@ -28,7 +28,7 @@ def test_calls_down_to_a_product(op, block_size, monkeypatch):
         paths.append([*path, code.co_filename])
         return jnp.einsum(pattern, *factors)
 
-    monkeypatch.setattr(single_level, "einsum", einsum)
+    monkeypatch.setattr(fast, "einsum", einsum)
     x = jnp.zeros((48, 1, 3))  # a shape that no other test compiles
     op(x, x, x, implementation=Chunked(chunk_size=16, block_size=block_size))
     assert paths

@@ -3,7 +3,7 @@
 Experimental: interpreted and lowered in tests; run on an H100 and an H200 only.
 
 One program per head iterates over chunks of 64 tokens with the state in registers, while it fetches
-the next chunk. As in `single_level`, exponentials are scaled by the maximum over a chunk and its
+the next chunk. As in `fast`, exponentials are scaled by the maximum over a chunk and its
 past:
 
     W = mask(Q^ K^T),    Y = (W V + Q^ S) / Z,    Z = W 1 + Q^ z,    S_after = keep S + K^T V

@@ -223,8 +223,8 @@ class Engine:
         before = self.init_state(batch) if state is None else state
         if state is not None and (axes := states.batch_shape_of(self, state)) != batch:
             raise UserError(
-                f"state: its batch axes {[*axes]} differ from {[*batch]} of the tokens; make them equal, "
-                "such as by Engine.branch"
+                f"state: its batch axes {[*axes]} differ from {[*batch]} of the tokens; make them "
+                "equal, such as by Engine.branch"
             )
         before = self.reserve(before, int(np.max(ends, initial=0)))
         if lengths is not None:

@@ -104,7 +104,7 @@ class CompressedCache:
 
     def with_capacity(self, capacity: int) -> CompressedCache:
         """Return the same tokens, with at least this capacity."""
-        groups = capacity // self.recent_key.shape[AXIS]
+        groups = capacity // self.recent_key.shape[AXIS]  # the incomplete one is apart
         padding = [(0, 0)] * self.key.ndim
         padding[AXIS] = (0, max(groups - self.key.shape[AXIS], 0))
         key, value = (jnp.pad(x, padding) for x in (self.key, self.value))

@@ -38,18 +38,30 @@ def is_of_storage(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def reading_steps(folder: AnyPath) -> Iterator[None]:
-    """Convert errors of storage, in a block that reads a folder, to `UserError`: they do not mean
-    that it is damaged."""
+def _converting(problem: str, remedy: str) -> Iterator[None]:
+    """Convert errors of storage, in a block, to `UserError`."""
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError) or not is_of_storage(error):
             raise
-        raise UserError(
-            f"{folder} cannot be read ({first_line(error)}); check the disk, the network or "
-            "permissions, and give the same command again"
-        ) from error
+        raise UserError(f"{problem} ({first_line(error)}); {remedy}") from error
+
+
+def reading_steps(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
+    """Convert errors of storage, in a block that reads a folder, to `UserError`: they do not mean
+    that it is damaged."""
+    remedy = "check the disk, the network or permissions, and give the same command again"
+    return _converting(f"{folder} cannot be read", remedy)
+
+
+def writing_steps(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
+    """Convert errors of storage, in a block that writes checkpoints, to `UserError`."""
+    return _converting(
+        f"{folder}: a checkpoint cannot be written",
+        "free space, or make the folder writable, and give the command again: earlier checkpoints "
+        "are kept",
+    )
 
 
 def quiet_failed_saves() -> None:

@@ -40,9 +40,9 @@ def with_timeout(
     """
     worker = Worker("batches")
     try:
-        ahead = worker.submit(next, batches, None)
+        ahead = worker.submit(lambda: next(batches, None))
         while (batch := _wait(ahead, source, timeout, warn, is_stopped)) is not None:
-            ahead = worker.submit(next, batches, None)
+            ahead = worker.submit(lambda: next(batches, None))
             yield batch
     finally:
         worker.end()

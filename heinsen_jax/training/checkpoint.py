@@ -10,7 +10,6 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from heinsen_jax.errors import UserError, first_line
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.checkpoints import CheckpointReader, is_finished, score
 from heinsen_jax.runs.checksums import (
@@ -20,7 +19,7 @@ from heinsen_jax.runs.checksums import (
     write_checksums,
 )
 from heinsen_jax.runs.folder import RunFolder
-from heinsen_jax.runs.storage_errors import is_of_storage, quiet_failed_saves, reading_steps
+from heinsen_jax.runs.storage_errors import quiet_failed_saves, reading_steps, writing_steps
 from heinsen_jax.runtime.distributed import gather, process_0_first, together
 from heinsen_jax.storage.buckets import AnyPath, move
 from heinsen_jax.storage.files import free_name, storage_errors, write_atomically
@@ -130,7 +129,7 @@ class Checkpoints(CheckpointReader):
         """Start to write a step; `loss` is its validation loss, if it was evaluated."""
         if step in self._manager.all_steps():
             return
-        try:
+        with writing_steps(self.folder):
             self._manager.save(
                 step,
                 args=ocp.args.PyTreeSave(flatten_with_names(state)),
@@ -138,16 +137,6 @@ class Checkpoints(CheckpointReader):
                 force=True,
             )
             self.record_newest()  # records an earlier step, since this one is still being written
-        except Exception as error:
-            if not is_of_storage(error):
-                raise
-            raise self._not_written(error) from error
-
-    def _not_written(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self.folder}: a checkpoint cannot be written ({first_line(error)}); free space, or "
-            "make the folder writable, and give the command again: earlier checkpoints are kept"
-        )
 
     def wait(self) -> None:
         """Wait until all saves are written.
@@ -155,13 +144,9 @@ class Checkpoints(CheckpointReader):
         Raises:
           UserError: a save failed; the checkpoints before it remain.
         """
-        try:
+        with writing_steps(self.folder):
             self._manager.wait_until_finished()
             self.record_newest()
-        except Exception as error:
-            if not is_of_storage(error):
-                raise
-            raise self._not_written(error) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until all saves are written. An error inside the context takes precedence over

@@ -55,6 +55,20 @@ IRRELEVANT = {
 }
 """Fields that do not change the logits. Dropout is off outside of training."""
 
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "tie_word_embeddings": "tie_embeddings",
+    "n_positions": "max_length",
+    "max_position_embeddings": "trained_length",
+    "use_parallel_residual": "parallel_branches",
+    **dict.fromkeys(("hidden_size", "n_embd"), "model_dim"),
+    **dict.fromkeys(("intermediate_size", "n_inner"), "mlp_dim"),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), "num_layers"),
+    **dict.fromkeys(("num_attention_heads", "n_head"), "num_heads"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "norm_epsilon"),
+}
+"""Fields of `LanguageModelConfig` by the names of fields of all families."""
+
 ACTIVATIONS: dict[str, MLPKind] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -84,6 +98,11 @@ class Family(Fields):
     def to_model(self) -> LanguageModelConfig:
         """The architecture."""
         raise NotImplementedError
+
+    def sizes(self) -> dict[str, Any]:
+        """The fields of `LanguageModelConfig` that are fields of the family, too."""
+        names = FIELDS.keys() & type(self).model_fields.keys()
+        return {FIELDS[name]: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, JSON]:
         """The fields as versions 4 and 5 of transformers read them."""
@@ -139,18 +158,11 @@ class LlamaLike(Family):
             **({} if self.window is None else {"window_size": self.window}),
         }
         return LanguageModelConfig(
-            vocab_size=self.vocab_size,
-            model_dim=self.hidden_size,
-            num_layers=self.num_hidden_layers,
+            **self.sizes(),
             attention=Layers("gqa" if self.window is None else "sliding_window", options=options),
             block="llama",
-            mlp_dim=self.intermediate_size,
             use_bias=getattr(self, "mlp_bias", None) or None,
-            norm_epsilon=self.rms_norm_eps,
-            trained_length=self.max_position_embeddings,
             qk_norm=self.qk_norm,
-            tie_embeddings=self.tie_word_embeddings,
-            num_heads=self.num_attention_heads,
             key_depth=depth,
             value_depth=depth,
         )
@@ -229,19 +241,13 @@ class GPT2(Family):
     add_cross_attention: Literal[False] = False
 
     def to_model(self) -> LanguageModelConfig:
+        sizes: dict[str, Any] = self.sizes() | {"mlp_dim": self.n_inner or 4 * self.n_embd}
         return LanguageModelConfig(
-            vocab_size=self.vocab_size,
-            model_dim=self.n_embd,
-            num_layers=self.n_layer,
+            **sizes,
             attention="softmax",
             block="standard",
             mlp=ACTIVATIONS[self.activation_function],
-            mlp_dim=self.n_inner or 4 * self.n_embd,
-            norm_epsilon=self.layer_norm_epsilon,
-            tie_embeddings=self.tie_word_embeddings,
             positions="learned",
-            max_length=self.n_positions,
-            num_heads=self.n_head,
         )
 
 
@@ -267,19 +273,11 @@ class GPTNeoX(Family):
     def to_model(self) -> LanguageModelConfig:
         options = {"use_bias": self.attention_bias, **self.rope.options()}
         return LanguageModelConfig(
-            vocab_size=self.vocab_size,
-            model_dim=self.hidden_size,
-            num_layers=self.num_hidden_layers,
+            **self.sizes(),
             attention=Layers("softmax", options=options),
             block="standard",
             mlp=ACTIVATIONS[self.hidden_act],
-            mlp_dim=self.intermediate_size,
-            norm_epsilon=self.layer_norm_eps,
-            trained_length=self.max_position_embeddings,
-            parallel_branches=self.use_parallel_residual,
-            tie_embeddings=self.tie_word_embeddings,
             positions="none",
-            num_heads=self.num_attention_heads,
         )
 
 

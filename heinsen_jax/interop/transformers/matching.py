@@ -8,7 +8,7 @@ import pydantic
 from heinsen_jax.attention.parameters import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.transformers.families import FAMILIES, Family, describe_problem
+from heinsen_jax.interop.transformers.families import FAMILIES, FIELDS, Family, describe_problem
 from heinsen_jax.interop.transformers.rope import Rope
 from heinsen_jax.models import LanguageModelConfig
 
@@ -63,28 +63,22 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     layer = config.abstract_layers()[0]
     options: Any = layer.config
     rope = {"rope": Rope.of(options)} if isinstance(options, PositionsConfig) else {}
-    epsilon = config.norm_epsilon or EPSILONS[config.norm_kind]
+    sizes = vars(config) | {
+        "mlp_dim": config.mlp_width,
+        "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
+    }
     names = ("hidden_act", "activation_function") if config.mlp_kind else ()
     activation = dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
     return (
         rope
         | activation
+        | {name: sizes[field] for name, field in FIELDS.items()}
         | {
-            "vocab_size": config.vocab_size,
-            "tie_word_embeddings": config.tie_embeddings,
-            **dict.fromkeys(("hidden_size", "n_embd"), config.model_dim),
-            **dict.fromkeys(("intermediate_size", "n_inner"), config.mlp_width),
-            **dict.fromkeys(("num_hidden_layers", "n_layer"), config.num_layers),
-            **dict.fromkeys(("num_attention_heads", "n_head"), config.num_heads),
-            **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), epsilon),
             "num_key_value_heads": getattr(layer, "num_kv_heads", None),
             "head_dim": getattr(layer, "key_depth", None),
             "attention_bias": getattr(options, "use_bias", None),
             "mlp_bias": config.mlp_has_bias,
             "sliding_window": getattr(options, "window_size", None),
-            "n_positions": config.max_length,
-            "max_position_embeddings": config.trained_length,
-            "use_parallel_residual": config.parallel_branches,
         }
     )
 

@@ -145,14 +145,21 @@ def _is_panic(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def refusing_panics(what: str, remedy: str) -> Iterator[None]:
-    """Raise UserError, "<what> (<the panic>); <remedy>", if a library in Rust panics."""
+def converting(
+    matches: Callable[[BaseException], bool], problem: str, remedy: str
+) -> Iterator[None]:
+    """Raise UserError, "<problem> (<the error>); <remedy>", for other errors that match."""
     try:
         yield
     except BaseException as error:
-        if not _is_panic(error):
+        if isinstance(error, UserError) or not matches(error):
             raise
-        raise UserError(f"{what} ({first_line(error)}); {remedy}") from None
+        raise UserError(f"{problem} ({first_line(error)}); {remedy}") from error
+
+
+def refusing_panics(what: str, remedy: str) -> contextlib.AbstractContextManager[None]:
+    """Raise UserError, "<what> (<the panic>); <remedy>", if a library in Rust panics."""
+    return converting(_is_panic, what, remedy)
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:

@@ -4,11 +4,10 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
 
 import jax
 
-from heinsen_jax.errors import UserError, first_line, wants_tracebacks
+from heinsen_jax.errors import converting, wants_tracebacks
 from heinsen_jax.storage.buckets import AnyPath
 
 EXPECTED = "Metadata file does not exist"
@@ -23,10 +22,10 @@ CLIENTS = {"gcsfs", "aiohttp", "google"}
 """Packages that read and write buckets; most of their errors are not an OSError."""
 
 
-def is_of_storage(error: Exception) -> bool:
+def is_of_storage(error: BaseException) -> bool:
     """Whether a save or a read failed because of storage, not because of a device or a bug.
     TensorStore raises ValueError with the message of the operating system."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if isinstance(error, jax.errors.JaxRuntimeError) or not isinstance(error, Exception):
         return False
     causes = [error, error.__cause__, error.__context__]
     return any(
@@ -37,27 +36,17 @@ def is_of_storage(error: Exception) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _converting(problem: str, remedy: str) -> Iterator[None]:
-    """Convert errors of storage, in a block, to `UserError`."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) or not is_of_storage(error):
-            raise
-        raise UserError(f"{problem} ({first_line(error)}); {remedy}") from error
-
-
 def reading_steps(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
     """Convert errors of storage, in a block that reads a folder, to `UserError`: they do not mean
     that it is damaged."""
     remedy = "check the disk, the network or permissions, and give the same command again"
-    return _converting(f"{folder} cannot be read", remedy)
+    return converting(is_of_storage, f"{folder} cannot be read", remedy)
 
 
 def writing_steps(folder: AnyPath) -> contextlib.AbstractContextManager[None]:
     """Convert errors of storage, in a block that writes checkpoints, to `UserError`."""
-    return _converting(
+    return converting(
+        is_of_storage,
         f"{folder}: a checkpoint cannot be written",
         "free space, or make the folder writable, and give the command again: earlier checkpoints "
         "are kept",

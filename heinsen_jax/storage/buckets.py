@@ -19,7 +19,7 @@ import fsspec
 from etils import epath
 from fsspec.config import conf
 
-from heinsen_jax.errors import UserError, first_line, parse_json, printable
+from heinsen_jax.errors import UserError, converting, parse_json, printable
 from heinsen_jax.storage import locks
 from heinsen_jax.storage.locks import LOCK_FILE
 
@@ -110,15 +110,9 @@ def files_below(folder: AnyPath) -> list[str]:
     return [name.removeprefix(prefix) for name in file_system().find(prefix)]
 
 
-@contextlib.contextmanager
-def _errors(problem: str, remedy: str) -> Iterator[None]:
-    """Convert errors, in a block that only uses a bucket, to `UserError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # an error of credentials, HTTP or the system
-        raise UserError(f"{problem} ({first_line(error)}); {remedy}") from error
+def _is_error(error: BaseException) -> bool:
+    """Whether a block that only uses a bucket failed: by credentials, HTTP or the system."""
+    return isinstance(error, Exception)
 
 
 def upload(content: bytes, target: epath.Path) -> None:
@@ -128,7 +122,7 @@ def upload(content: bytes, target: epath.Path) -> None:
       UserError: it cannot be written.
     """
     remedy = "check the network and the credentials, and give the same command again"
-    with _errors(f"{target} cannot be written", remedy):
+    with converting(_is_error, f"{target} cannot be written", remedy):
         file_system().pipe_file(str(target), content)
 
 
@@ -140,7 +134,7 @@ def reading(path: epath.Path, field: str) -> contextlib.AbstractContextManager[N
       field: option or field with its address, for messages.
     """
     remedy = f"check the name, the network and the credentials ({LOGIN})"
-    return _errors(f"{field} {path} cannot be read", remedy)
+    return converting(_is_error, f"{field} {path} cannot be read", remedy)
 
 
 def move(path: AnyPath, target: AnyPath) -> None:
@@ -162,7 +156,7 @@ def check_writable(folder: epath.Path, field: str) -> None:
     """
     path = folder / f".writable-{uuid.uuid4().hex}"
     remedy = f"check its name, the credentials ({LOGIN}) and the role Storage Object User"
-    with _errors(f"{field} {folder} cannot be written", remedy):
+    with converting(_is_error, f"{field} {folder} cannot be written", remedy):
         path.write_text("")
         path.read_text()
         path.unlink()

@@ -86,7 +86,6 @@ class Family(Fields):
     rope_names: ClassVar[dict[str, str]] = {}
     """Further names of fields for rotary positions outside of `rope_parameters` and
     `rope_scaling`."""
-    default_fraction: ClassVar[float] = 1.0
 
     vocab_size: Size
     tie_word_embeddings: bool = False
@@ -257,7 +256,6 @@ class GPTNeoX(Family):
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     rope_names: ClassVar = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    default_fraction = 0.25
 
     hidden_size: Size
     intermediate_size: Size
@@ -314,7 +312,8 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
             if "rope" in known:
                 raise ValueError("rope is unknown, and may change results; remove it")
             outer = {*OBJECTS, *family.rope_names, *family.rope_names.values()}
-            rope = {"partial_rotary_factor": family.default_fraction}
+            default = family.model_fields["rope"].default
+            rope = {"partial_rotary_factor": default.partial_rotary_factor}
             rope |= {name: x.value for name, x in given.items()}
             known = {name: x for name, x in known.items() if name not in outer} | {"rope": rope}
         return family.model_validate(known)

@@ -2,8 +2,9 @@
 
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,7 +26,7 @@ ITEM, METRICS = "default", "metrics/metrics"
 Tree = TypeVar("Tree")
 
 
-class CheckpointReader:
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     """The checkpoints in a run's folder at the opening: one per step, of named arrays.
 
     No step is used before its files are compared with their recorded hashes. Older steps are
@@ -43,9 +44,6 @@ class CheckpointReader:
         self.folder = self._run.checkpoints
         self.damaged: dict[int, str] = {}
         self._saved_file = self._run.files.resolve() / SAVED_FILE
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Nothing is open."""

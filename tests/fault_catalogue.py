@@ -1244,8 +1244,8 @@ GENERATE_FAULTS = {
     ),
     "rows that are fed beyond their prompts": Fault(
         "heinsen_jax/generate/engine.py",
-        "if not np.all(is_fed):",
-        "if False:",
+        "if np.all(is_fed):",
+        "if True:",
         ("tests/generate/engine_test.py",),
     ),
     "layers in another order": Fault(

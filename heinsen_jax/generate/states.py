@@ -170,7 +170,8 @@ class _Contents(pydantic.BaseModel, extra="forbid"):
         state = jax.tree.map(grown, state, is_leaf=is_cache)
         if not self.by_row:
             return state
-        axes = self.batch_shape[: self.by_row]
+        if len(axes := self.batch_shape[: self.by_row]) < self.by_row:
+            raise ValueError(f"by_row={self.by_row} with {len(axes)} batch axes")
 
         def one(x: Array, is_shared: bool) -> Array:
             return jnp.broadcast_to(x, axes + x.shape) if is_shared else x

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
+T = TypeVar("T")
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
@@ -56,26 +57,15 @@ def linear_layers(
     chosen, *others = single_layers(parse_pattern([attention]))
     if others:
         raise UserError(f"attention={attention!r}: repeats are not allowed; choose layers by keep")
-    if teacher.qk_norm:
-        normed = (
-            Layers(x.mechanism, options={"query_key_norm": True, **x.options})
-            for x in teacher.layers
-        )
-        teacher = replace(teacher, qk_norm=False, attention=tuple(normed))
+    teacher = _norms_as_options(teacher)
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
-    pattern, modules = teacher.layers, teacher.abstract_layers()
+    old, modules = teacher.layers, teacher.abstract_layers()
     pairs = []  # layers with equal pairs share a stack: all or none have the teacher's weights
-    for index in range(teacher.num_layers):
-        place = index % len(pattern)
-        old = pattern[place]
-        new = old if index in kept else _replaced(teacher, modules[place], chosen)
-        pairs.append((new, old))
-    period = next(
-        n
-        for n in range(1, len(pairs) + 1)
-        if len(pairs) % n == 0 and pairs == pairs[:n] * (len(pairs) // n)
-    )
-    return replace(teacher, attention=tuple(new for new, _ in pairs[:period]))
+    for layer in range(teacher.num_layers):
+        index = layer % len(old)
+        new = old[index] if layer in kept else _replaced(teacher, modules[index], chosen)
+        pairs.append((new, old[index]))
+    return replace(teacher, attention=tuple(layer for layer, _ in _pattern(pairs)))
 
 
 def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
@@ -94,6 +84,23 @@ def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
             for layer in model.layers
         ),
     )
+
+
+def _norms_as_options(model: LanguageModelConfig) -> LanguageModelConfig:
+    """The same architecture, with `qk_norm` as an option of its layers."""
+    if not model.qk_norm:
+        return model
+    layers = (
+        Layers(x.mechanism, options={"query_key_norm": True, **x.options}) for x in model.layers
+    )
+    return replace(model, qk_norm=False, attention=tuple(layers))
+
+
+def _pattern(layers: list[T]) -> list[T]:
+    """The shortest list that yields the layers if it is repeated."""
+    number = len(layers)
+    periods = (n for n in range(1, number + 1) if number % n == 0)
+    return next(layers[:n] for n in periods if layers == layers[:n] * (number // n))
 
 
 def _indices(index: str, num_layers: int) -> list[int]:
@@ -117,20 +124,22 @@ def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> L
     options = {**chosen.options}
     if chosen.mechanism == "log":
         options.setdefault("values", "linear")
-
-    def layer() -> tuple[Layers, Attention]:
-        made = Layers(chosen.mechanism, options=options)
-        return made, replace(teacher, attention=made).abstract_layers()[0]
-
     try:
-        _, new = layer()
+        new = _layer(teacher, Layers(chosen.mechanism, options=options))
         ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
         for name in sorted(ours & theirs & COPIED - options.keys()):
             if (value := _option(old, name)) != _option(new, name):
                 options[name] = value
-        return layer()[0]
+        replaced = Layers(chosen.mechanism, options=options)
+        _layer(teacher, replaced)  # raises if the sizes do not fit
+        return replaced
     except ValueError as error:
         raise UserError(f"attention={str(chosen)!r}: {explain(error)}") from None
+
+
+def _layer(model: LanguageModelConfig, layer: Layers) -> Attention:
+    """A layer in a model, without weights."""
+    return replace(model, attention=layer).abstract_layers()[0]
 
 
 def _option(layer: Attention, name: str) -> FieldValue:

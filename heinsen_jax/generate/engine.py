@@ -240,8 +240,12 @@ class Engine:
         return read_out(self.program.outer, self.weights.outer, last)[..., 0, :], before
 
     def _advance(
-        self, chunk: Tokens, state: LanguageModelState, last: Features, is_fed: np.ndarray
-    ) -> tuple[Features, LanguageModelState]:
+        self,
+        chunk: Tokens,
+        state: LanguageModelState,
+        last: Float[Array, "*B 1 D"],
+        is_fed: np.ndarray | np.bool,
+    ) -> tuple[Float[Array, "*B 1 D"], LanguageModelState]:
         """The last features after a chunk, and the state after it, of the rows that are fed."""
         x, after = advance(self.program, self.weights, chunk, state)
         new = x[..., -1:, :], after
@@ -250,7 +254,7 @@ class Engine:
         return states.where_rows(jnp.asarray(is_fed), new, (last, state))
 
     def step(
-        self, tokens: ArrayLike, state: LanguageModelState
+        self, tokens: ArrayLike | Sequence[int], state: LanguageModelState
     ) -> tuple[Logits, LanguageModelState]:
         """Process one token of each sequence, `[*B]`: as `feed`, but one compiled function. In a
         loop under `jit`, call `reserve` before the loop."""

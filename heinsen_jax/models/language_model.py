@@ -327,7 +327,7 @@ def _through(
     return x, tuple(jax.tree.map(itemgetter(repeat), stacked) for repeat in range(len(states)))
 
 
-def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:
+def check_tokens(tokens: Shaped[Array | np.ndarray, "*_"], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary: an embedding lookup returns NaN for large ids, and another
     row for negative ones."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

@@ -110,7 +110,7 @@ def test_prompts_in_jit(model, lengths):
 def test_branches_of_rows_of_different_lengths(model, engine, tmp_path):
     _, state = engine.feed(TOKENS, lengths=[3, 7])
     engine.save(tmp_path / "state", engine.branch(state, 2))
-    logits, _ = engine.step([[1, 2], [3, 4]], engine.load(tmp_path / "state"))
+    logits, _ = engine.step(np.array([[1, 2], [3, 4]]), engine.load(tmp_path / "state"))
     for row, length in enumerate((3, 7)):
         for column in range(2):
             tokens = np.append(TOKENS[row, :length], 2 * row + column + 1)

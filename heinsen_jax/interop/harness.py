@@ -11,6 +11,7 @@ module registers it for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Nee
 import collections
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -33,7 +34,7 @@ from heinsen_jax.interop.harness_batches import (
 )
 from heinsen_jax.interop.harness_options import generation_options, positive_or_auto
 from heinsen_jax.interop.harness_texts import HarnessTexts
-from heinsen_jax.models import LanguageModelState
+from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.runs.load import load_text_run
 from heinsen_jax.typing import JSON
 
@@ -88,6 +89,7 @@ class HarnessModel(HarnessTexts):
         with its context, for comparison.
     """
 
+    model: LanguageModel | Engine
     requested_length: int | None = None
     """`max_length`; a subclass need not set it."""
 
@@ -125,7 +127,7 @@ class HarnessModel(HarnessTexts):
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
-        self.engine = Engine(model, self.encoding)
+        self.model = Engine(model, self.encoding)
         positions = self.engine.config.max_length
         if positions is not None and (self.requested_length or 0) > positions:
             raise UserError(
@@ -138,6 +140,11 @@ class HarnessModel(HarnessTexts):
                 "bos_token; leave it out"
             )
         self.add_bos_token = add_bos_token
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The model, ready to serve; a subclass may set `model` to a `LanguageModel`."""
+        return Engine.of(self.model)
 
     @property
     def max_length(self) -> int | None:

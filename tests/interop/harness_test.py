@@ -24,6 +24,7 @@ from heinsen_jax.generate import Engine, generate
 from heinsen_jax.interop import harness
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.runs.load import load_run
+from tests.models.mechanisms_test import build
 from tests.models.small import random_model
 
 pytestmark = [
@@ -382,3 +383,10 @@ def test_the_model_of_a_run_is_loaded(run):
     tokens = np.arange(5)
     logits, _ = adapter.engine.feed(tokens)
     np.testing.assert_allclose(logits, model(tokens)[-1], atol=1e-4)
+
+
+def test_a_subclass_may_set_the_model():
+    adapter = HarnessModel.__new__(HarnessModel)
+    adapter.model, adapter.encoding = build("log", vocab_size=264), get_tokenizer("bytes")
+    assert adapter.engine.config is adapter.model.config
+    assert adapter.max_length is None

@@ -79,7 +79,7 @@ def ours(options: Options) -> Cases:
 
         def decode(token: Any, state: Any) -> Any:
             carry = jax.tree.map(jnp.copy, (token, state))  # the loop reuses its memory
-            return further_tokens(engine.program, NEW, engine.weights, sampler, carry, 1, NEW)[1]
+            return further_tokens(engine.structure, NEW, engine.weights, sampler, carry, 1, NEW)[1]
 
         cases["decoding", "heinsen_jax", NEW, batch] = partial(decode, token, state)
         cases["streaming", "heinsen_jax", 1, batch] = partial(engine.step, token, state)

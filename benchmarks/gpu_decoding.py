@@ -89,7 +89,7 @@ class Decoder:
 
     def decode(self, carry: Carry, count: int) -> Carry:
         """Generate further tokens."""
-        options = self.engine.program, count, self.engine.weights, self.sampler
+        options = self.engine.structure, count, self.engine.weights, self.sampler
         return further_tokens(*options, carry, 1, count)[0]
 
 

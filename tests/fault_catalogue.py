@@ -1249,7 +1249,7 @@ GENERATE_FAULTS = {
         ("tests/generate/engine_test.py",),
     ),
     "layers in another order": Fault(
-        "heinsen_jax/generate/engine.py",
+        "heinsen_jax/generate/compiled.py",
         "tuple(chain.from_iterable(by_repeat))",
         "tuple(chain.from_iterable([*by_repeat][::-1]))",
         ("tests/generate/engine_test.py",),

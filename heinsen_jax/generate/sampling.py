@@ -4,12 +4,10 @@ from dataclasses import field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.models.language_model import check_tokens
 from heinsen_jax.typing import Array, Float, Integer, Key, Shaped, pytree_dataclass
 
 
@@ -107,9 +105,3 @@ class Sampler:
         for _ in keys.shape:
             choose = jax.vmap(choose)
         return choose(keys, logits)
-
-
-def check_prompts(config: LanguageModelConfig, tokens: Shaped[Array | np.ndarray, "..."]) -> None:
-    if tokens.ndim == 0 or tokens.shape[-1] == 0:
-        raise UserError("the prompt has no tokens; give at least one, for example end of text")
-    check_tokens(tokens, config.vocab_size)

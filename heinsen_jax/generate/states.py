@@ -4,7 +4,7 @@ files."""
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
-from flax import nnx
 
 from heinsen_jax.attention.base import AttentionConfig
 from heinsen_jax.attention.cache import Cache, is_cache
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
+from heinsen_jax.models import LanguageModelConfig, LanguageModelState
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.weights import load_hashed, save_hashed
 from heinsen_jax.typing import Array, Bool, Integer, PyTree
@@ -35,11 +34,6 @@ class Model(Protocol):
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LanguageModelState: ...
 
-
-@runtime_checkable
-class _ByLayer(Protocol):
-    """A model with separate layers."""
-
     def parameters(self) -> Iterator[tuple[str, list[Array]]]: ...
 
 
@@ -51,22 +45,26 @@ def repeat_state(model: Model, state: LanguageModelState, number: int) -> Langua
     batch = len(batch_shape_of(model, state))
 
     def one(x: Array, is_shared: bool) -> Array:
-        return x if is_shared else _with_axis(x, batch, number)
+        shape = *x.shape[:batch], number, *x.shape[batch:]
+        return x if is_shared else jnp.broadcast_to(jnp.expand_dims(x, batch), shape)
 
     repeated = jax.tree.map(one, state, _shared(model, state))
     return dataclasses.replace(repeated, by_row=state.by_row + (state.by_row > 0))
 
 
-def with_independent_rows(model: Model, state: LanguageModelState, rows: int) -> LanguageModelState:
-    """The state of sequences `[rows]`, with a row for each also of numbers that all share."""
+def with_independent_rows(
+    model: Model, state: LanguageModelState, batch_shape: Sequence[int]
+) -> LanguageModelState:
+    """The state of sequences `batch_shape`, with an entry for each also of numbers that all
+    share."""
     shared = _shared(model, state)
     if not any(jax.tree.leaves(shared)):
         return state
 
     def one(x: Array, is_shared: bool) -> Array:
-        return _with_axis(x, 0, rows) if is_shared else x
+        return jnp.broadcast_to(x, (*batch_shape, *x.shape)) if is_shared else x
 
-    return dataclasses.replace(jax.tree.map(one, state, shared), by_row=1)
+    return dataclasses.replace(jax.tree.map(one, state, shared), by_row=len(batch_shape))
 
 
 def check_one(model: Model, state: LanguageModelState) -> None:
@@ -92,11 +90,6 @@ def where_rows(chosen: Bool[Array, "B"], tree: Tree, other: Tree) -> Tree:
 def select_rows(tree: Tree, rows: Integer[Array, "B"]) -> Tree:
     """Select rows of a tree, such as the state of sequences `[B]`, possibly repeated."""
     return jax.tree.map(lambda x: jnp.take(x, rows, 0), tree)
-
-
-def _with_axis(x: Array, axis: int, size: int) -> Array:
-    """Repeat x `size` times along a new axis."""
-    return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
 def _shapes(
@@ -168,16 +161,9 @@ class _Contents(pydantic.BaseModel, extra="forbid"):
             return cache if node.length is not None else dataclasses.replace(cache, length=None)
 
         state = jax.tree.map(grown, state, is_leaf=is_cache)
-        if not self.by_row:
-            return state
         if len(axes := self.batch_shape[: self.by_row]) < self.by_row:
             raise ValueError(f"by_row={self.by_row} with {len(axes)} batch axes")
-
-        def one(x: Array, is_shared: bool) -> Array:
-            return jnp.broadcast_to(x, axes + x.shape) if is_shared else x
-
-        state = jax.tree.map(one, state, _shared(model, state))
-        return dataclasses.replace(state, by_row=self.by_row)
+        return with_independent_rows(model, state, axes) if axes else state
 
 
 def save_state(path: str | Path, model: Model, state: LanguageModelState) -> None:
@@ -269,19 +255,11 @@ def fingerprint(model: Model) -> str:
     for _, options in config["attention"]:
         options.pop("implementation", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, parts in sorted(_parameters(model)):
+    for name, parts in sorted(model.parameters()):
         digest.update(name.encode())
         for x in parts:
             digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()
-
-
-def _parameters(model: Model) -> Iterable[tuple[str, list[Array]]]:
-    """The names of a model's parameters, and each one's layers, or their stack."""
-    if isinstance(model, _ByLayer):
-        return model.parameters()
-    assert isinstance(model, LanguageModel)
-    return ((x, [y]) for x, y in flatten_with_names(nnx.state(model, nnx.Param)).items())
 
 
 def _fields(config: LanguageModelConfig | AttentionConfig) -> dict[str, Any]:

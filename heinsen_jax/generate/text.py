@@ -13,7 +13,7 @@ from heinsen_jax.data import Tokenizer, start_ids, stop_ids
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.prompts import to_array
-from heinsen_jax.generate.sampling import Sampler, check_prompts
+from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one, select_rows
 from heinsen_jax.generate.tokens import Carry, draw, further_tokens
 from heinsen_jax.models import LanguageModel, LanguageModelState
@@ -87,7 +87,6 @@ def complete(
     tokens, lengths = to_array(texts)
     if not lengths.all():
         raise UserError(f"prompts[{int(np.argmin(lengths))}] is empty; give at least one character")
-    check_prompts(engine.config, tokens)
 
     before = engine.init_state() if state is None else state
     check_one(engine, before)
@@ -104,7 +103,7 @@ def complete(
         if all(_until_stop(tokenizer, stop, row)[1] for row in rows):
             break
         count = min(CHECK_EVERY, max_new_tokens - position)
-        options = engine.program, CHECK_EVERY, engine.weights, sampler
+        options = engine.structure, CHECK_EVERY, engine.weights, sampler
         carry, new = further_tokens(*options, carry, position, count)
         rows = np.concatenate([rows, np.asarray(new)[:, :count]], 1)
     written = [_until_stop(tokenizer, stop, row)[0] for row in rows]
@@ -117,8 +116,8 @@ def _until_stop(tokenizer: Tokenizer, stop: Sequence[str], row: np.ndarray) -> t
     row = row[: ends[0]] if len(ends) else row
     text = b"".join(tokenizer.token_bytes(int(token)) for token in row)
     text = text.decode("utf-8", "replace")
-    places = [place for place in (text.find(each) for each in stop) if place >= 0]
-    return text[: min(places, default=len(text))], bool(places or len(ends))
+    starts = [start for start in (text.find(each) for each in stop) if start >= 0]
+    return text[: min(starts, default=len(text))], bool(starts or len(ends))
 
 
 def sample(
@@ -148,11 +147,11 @@ def sample(
 
 def check_text(text: str, name: str) -> None:
     """Raise UserError if a text has surrogates, which stand for bytes that are not UTF-8."""
-    for place, letter in enumerate(text):
+    for position, letter in enumerate(text, start=1):
         if "\ud800" <= letter <= "\udfff":
             byte = ord(letter) - 0xDC00
             what = f"byte {byte:#04x}" if 0x80 <= byte <= 0xFF else f"surrogate {letter!a}"
-            raise UserError(f"{name}: {what} at character {place + 1} is not UTF-8; leave it out")
+            raise UserError(f"{name}: {what} at character {position} is not UTF-8; leave it out")
 
 
 def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -12,10 +12,12 @@ from jax import lax
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.engine import Engine, Logits, Program, Weights, step
+from heinsen_jax.generate.compiled import Logits, Structure, Weights, step
+from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.prompts import Padding, PromptLengths, right_padded
-from heinsen_jax.generate.sampling import Sampler, check_prompts
+from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.models.language_model import check_tokens
 from heinsen_jax.typing import Array, ArrayLike, Integer, Shaped
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
@@ -140,7 +142,7 @@ def generate(
     carry: Carry = draw(sampler, logits, 0).astype(tokens.dtype), state
     new, further = carry[0][..., None], max_new_tokens - 1
     if further > 0:
-        options = engine.program, bucket(further), engine.weights, sampler
+        options = engine.structure, bucket(further), engine.weights, sampler
         carry, rest = further_tokens(*options, carry, 1, further)
         new = jnp.concatenate([new, rest[..., :further]], -1)
     return (new, carry[1]) if return_state else new
@@ -194,7 +196,7 @@ def continued(
         if token is None:
             logits, before = engine.feed(tokens, before)
         else:
-            logits, before = step(engine.program, engine.weights, token, before)
+            logits, before = step(engine.structure, engine.weights, token, before)
         token = draw(sampler, logits, position)
         engine.config.warn_beyond_trained_length(length + position)
         yield int(token), before
@@ -202,9 +204,11 @@ def continued(
 
 
 def _prompts(engine: Engine, tokens: ArrayLike) -> Integer[Array, "*B T"]:
-    """Prompts, checked, in a dtype that has all ids of the vocabulary."""
+    """Prompts, in a dtype that has all ids of the vocabulary."""
     tokens = jnp.asarray(tokens)
-    check_prompts(engine.config, tokens)
+    if tokens.ndim == 0 or tokens.shape[-1] == 0:
+        raise UserError("the prompt has no tokens; give at least one, for example end of text")
+    check_tokens(tokens, engine.config.vocab_size)
     return tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
 
 
@@ -216,7 +220,7 @@ def draw(sampler: Sampler, logits: Logits, position: Integer[Array, ""]) -> Inte
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnames="carry")
 def further_tokens(
-    program: Program,
+    structure: Structure,
     size: int,
     weights: Weights,
     sampler: Sampler,
@@ -231,7 +235,7 @@ def further_tokens(
         index: Integer[Array, ""], carry: tuple[Carry, Integer[Array, "*B size"]]
     ) -> tuple[Carry, Integer[Array, "*B size"]]:
         (token, state), new = carry
-        logits, state = step(program, weights, token, state)
+        logits, state = step(structure, weights, token, state)
         token = draw(sampler, logits, position + index).astype(token.dtype)
         return (token, state), new.at[..., index].set(token)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from heinsen_jax.models.position import (
 )
 from heinsen_jax.models.readout import Readout
 from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, Shaped, pytree_dataclass
 
@@ -237,6 +238,12 @@ class LanguageModel(nnx.Module):
             return Readout(embedding, dtype=dtype, soft_cap=cap)
         return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype, cap)
 
+    def parameters(self) -> Iterator[tuple[str, list[Array]]]:
+        """The names of the parameters, and their arrays; of layers, one stack."""
+        yield from (
+            (name, [x]) for name, x in flatten_with_names(nnx.state(self, nnx.Param)).items()
+        )
+
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LanguageModelState:
@@ -317,9 +324,9 @@ def _through(
         policy = getattr(jax.checkpoint_policies, remat)
         apply_pattern = jax.checkpoint(apply_pattern, prevent_cse=False, policy=policy)
     if x.shape[-2] == 1 and len(states) <= MAX_UNROLLED:
-        after = []
+        after, apply = [], jax.jit(apply_pattern)  # one function in the program for all repeats
         for repeat, before in enumerate(states):
-            x, one = apply_pattern(x, (jax.tree.map(itemgetter(repeat), parameters), before))
+            x, one = apply(x, (jax.tree.map(itemgetter(repeat), parameters), before))
             after.append(one)
         return x, tuple(after)
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)

@@ -37,12 +37,12 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     """
     if (recorded := read_config(workdir)) is None:
         return
-    ours = getattr(config.data, "task", "text")
-    theirs = recorded["data"].get("task", "text")
-    if ours != theirs:
+    task = getattr(config.data, "task", "text")
+    recorded_task = recorded["data"].get("task", "text")
+    if task != recorded_task:
         raise UserError(
-            f"--workdir {workdir} contains a run trained on {theirs}, not {ours}; choose another "
-            "folder"
+            f"--workdir {workdir} contains a run trained on {recorded_task}, not {task}; choose "
+            "another folder"
         )
     try:
         model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(recorded["model"])

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.data import get_tokenizer
-from heinsen_jax.generate import Engine, decode_stream, engine, filter_logits, generate, stream
+from heinsen_jax.generate import Engine, compiled, decode_stream, filter_logits, generate, stream
 from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.tokens import further_tokens
 from heinsen_jax.interop.torch import from_state_dict
@@ -67,7 +67,7 @@ def test_candidates_of_top_p_are_the_fewest_that_reach_it(top_k):
 def test_prompts_and_numbers_of_new_tokens_share_compiled_functions():
     """Ten sizes of chunks serve prompts of all lengths."""
     model = build("softmax", num_layers=2, model_dim=20)  # a shape that no other test compiles
-    functions = engine.compiled_block, further_tokens
+    functions = compiled.compiled_block, further_tokens
     counts = [function._cache_size() for function in functions]
     for length, number in ((3, 2), (5, 9), (7, 17), (6, 100), (4, 3)):
         generate(model, jnp.ones((2, length), jnp.int32), number, top_k=1)
@@ -86,7 +86,7 @@ def decoding(model: LanguageModel, carry: tuple) -> str:
     """Return the program that a loop over tokens is compiled to."""
     served = Engine(model)
     sampler = Sampler.of(model.config, 1.0, 1, None, None)
-    lowered = further_tokens.lower(served.program, 8, served.weights, sampler, carry, 1, 7)
+    lowered = further_tokens.lower(served.structure, 8, served.weights, sampler, carry, 1, 7)
     return lowered.compile().as_text()
 
 

@@ -10,7 +10,7 @@ from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import Engine
-from heinsen_jax.generate.engine import step
+from heinsen_jax.generate.compiled import step
 from heinsen_jax.interop.transformers import from_pretrained
 from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER

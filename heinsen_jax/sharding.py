@@ -10,7 +10,9 @@ The axes of the mesh:
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -25,7 +27,10 @@ from heinsen_jax.typing import Array, PyTree, config_dataclass
 
 Tree = TypeVar("Tree")
 
-RULES: dict[str, tuple[str, ...]] = {
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis -> the mesh axes that split it."""
+
+RULES: Rules = {
     # axes of parameters
     "embed": ("fsdp",),
     "heads": ("tensor",),
@@ -35,7 +40,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "tokens": ("context",),
 }
-"""Logical axis -> the mesh axes that split it."""
+"""The rules of `make_mesh`'s meshes."""
+
+_rules: ContextVar[Rules | None] = ContextVar("rules", default=None)
 
 AxisSize = Annotated[int, pydantic.Field(ge=-1)]
 
@@ -74,23 +81,58 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=devices)
 
 
+def training_mesh(mesh: Mesh) -> Mesh:
+    """A user's mesh with all axes of `MeshConfig`, in their order, as Auto axes; the same devices.
+
+    Raises:
+      UserError: an axis has another name.
+    """
+    names = tuple(field.name for field in dataclasses.fields(MeshConfig))
+    if unknown := [name for name in mesh.axis_names if name not in names]:
+        raise UserError(
+            f"the mesh has the axis {unknown[0]!r}; name axes {', '.join(names)}, or leave "
+            "jax.set_mesh and set config.mesh"
+        )
+    given = [mesh.axis_names.index(name) for name in names if name in mesh.axis_names]
+    sizes = [mesh.shape.get(name, 1) for name in names]
+    devices = mesh.devices.transpose(given).reshape(sizes)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
 def current_mesh() -> AbstractMesh | None:
-    """Return the mesh of `jax.set_mesh`, if arrays may still be split over it: None without a mesh,
-    with one device, or inside `jax.shard_map`."""
+    """Return the mesh in use if some of its axes are Auto: None without a mesh or with one device,
+    and inside `jax.shard_map`. The types of arrays say how Explicit axes split them."""
     mesh = jax.sharding.get_abstract_mesh()
-    is_free = mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return mesh if is_free else None
+    return mesh if mesh.auto_axes and mesh.size > 1 else None
+
+
+@contextmanager
+def use_rules(rules: Rules) -> Iterator[None]:
+    """Lay out activations by these rules, and run each op on each device's sequences and heads."""
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
+
+
+def rules_in_use() -> Rules | None:
+    """The rules of the layer that calls, if it is on a mesh."""
+    return _rules.get()
 
 
 def spec(
     mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
-    """Return the sharding of an activation with these logical axes, by `RULES`. Axes whose
-    size the devices do not divide are not split, and missing mesh axes are ignored."""
+    """Return the sharding of an activation with these logical axes, by the rules in use. Axes whose
+    size the devices do not divide are not split, and mesh axes that are missing, or not Auto, are
+    ignored."""
+    rules = _rules.get() or RULES
+    free = {name: mesh.shape[name] for name in mesh.auto_axes}
 
     def names(size: int, axis: str | None) -> tuple[str, ...] | None:
-        split = tuple(x for x in RULES.get(axis or "", ()) if mesh.shape.get(x, 1) > 1)
-        return split if split and size % math.prod(mesh.shape[x] for x in split) == 0 else None
+        split = tuple(x for x in rules.get(axis or "", ()) if free.get(x, 1) > 1)
+        return split if split and size % math.prod(free[x] for x in split) == 0 else None
 
     return PartitionSpec(*map(names, shape, axes))
 
@@ -102,15 +144,19 @@ def splits_tokens(length: int) -> bool:
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """x, laid out by `RULES`; unchanged without a mesh.
+    """x, laid out by the rules in use; unchanged without a mesh, or where types have the sharding.
 
-    `axes` name the trailing axes; if more axes precede them, the first one is "batch".
+    `axes` name the trailing axes; axes that precede them are "batch", "batch 1", ...
     """
     mesh, leading = current_mesh(), x.ndim - len(axes)
     if mesh is None:
         return x
-    names = ("batch", *[None] * (leading - 1)) if leading else ()
-    return lax.with_sharding_constraint(x, spec(mesh, x.shape, (*names, *axes)))
+    return lax.with_sharding_constraint(x, spec(mesh, x.shape, (*batch_names(leading), *axes)))
+
+
+def batch_names(count: int) -> tuple[str, ...]:
+    """Logical names of batch axes; only the first is split by `RULES`."""
+    return tuple(f"batch {index}" if index else "batch" for index in range(count))
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:

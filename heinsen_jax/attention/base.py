@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.cache import TokenCache
+from heinsen_jax.attention.explicit_mesh import with_auto_axes
 from heinsen_jax.attention.parameters import LayerOptions
-from heinsen_jax.sharding import splits_tokens
+from heinsen_jax.sharding import RULES, current_mesh, rules_in_use, splits_tokens, use_rules
 from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
 
 StateT = TypeVar("StateT")
@@ -174,6 +175,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         return_state: Literal[True],
     ) -> tuple[Features, StateT]: ...
 
+    @with_auto_axes(num_features=1)
     def __call__(
         self,
         x: Features,
@@ -232,7 +234,12 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
             )
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
-        y, after = self.apply(x, CallArguments(source, is_causal, segment_ids, state))
+        call = CallArguments(source, is_causal, segment_ids, state)
+        if current_mesh() is None:
+            y, after = self.apply(x, call)
+        else:
+            with use_rules(rules_in_use() or RULES):
+                y, after = self.apply(x, call)
         return (y, cast(StateT, after)) if return_state else y
 
     def _can(self) -> list[str]:

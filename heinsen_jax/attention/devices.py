@@ -1,5 +1,6 @@
 """Mechanisms whose states merge, on the devices of a mesh."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.ops.context import Mergeable, over_context, summary_of
-from heinsen_jax.sharding import current_mesh, spec
+from heinsen_jax.sharding import RULES, batch_names, current_mesh, rules_in_use, spec
 from heinsen_jax.typing import Array
 
 MergeableT = TypeVar("MergeableT", bound=Mergeable)
@@ -41,15 +42,16 @@ def recur(
     Raises:
       ValueError: the tensor axis does not divide the heads.
     """
-    mesh = current_mesh()
-    if mesh is None or call.source is not None:
+    mesh, rules = current_mesh(), rules_in_use() or RULES
+    if mesh is None or mesh.manual_axes or call.source is not None:
         return call.recur(op, *arrays, **call.keywords)
-    batch = arrays[0].ndim + tokens_axis
-    rows = ("batch", *[None] * (batch - 1)) if batch else ()
+    batch, tokens_axes = arrays[0].ndim + tokens_axis, rules.get("tokens", ())
+    rows = batch_names(batch)
+    heads = math.prod(mesh.shape[name] for name in rules.get("heads", ()) if name in mesh.auto_axes)
 
     def place(axes: tuple[str | None, ...], x: Array) -> PartitionSpec:
         axes = (*rows, *axes)
-        _check_heads(mesh.shape.get("tensor", 1), x.shape[axes.index("heads")])
+        _check_heads(heads, x.shape[axes.index("heads")])
         return spec(mesh, x.shape, (*axes, *[None] * (x.ndim - len(axes))))
 
     array_specs = tuple(place(("tokens", "heads"), x) for x in arrays)
@@ -71,6 +73,7 @@ def recur(
             *arrays,
             summary=summary or summary_of(op),
             empty=empty,
+            axis_name=tokens_axes[0] if len(tokens_axes) == 1 else tokens_axes,
             initial_state=state,
             return_state=wants_state,
             **here.keywords,
@@ -80,12 +83,13 @@ def recur(
         on_device,
         in_specs=(array_specs, token_spec, state_specs, state_specs if wants_state else None),
         out_specs=(array_specs[0], state_specs if wants_state else None),
+        axis_names=frozenset(mesh.auto_axes),
     )(arrays, call.segment_ids, empty, call.state)
 
 
 def _check_heads(devices: int, heads: int) -> None:
     if heads % devices:
         raise ValueError(
-            f"a mesh with tensor={devices} does not divide {heads} heads; choose another tensor, "
-            "or another num_heads or num_kv_heads"
+            f"the {devices} devices of the mesh axis of heads, tensor, do not divide {heads} heads;"
+            " choose another mesh, or another num_heads or num_kv_heads"
         )

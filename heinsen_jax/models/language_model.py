@@ -17,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.attention.base import num_bytes
+from heinsen_jax.attention.explicit_mesh import with_auto_axes
 from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
@@ -140,6 +141,7 @@ class LanguageModel(nnx.Module):
         return_state: Literal[True],
     ) -> tuple[Float[Array, "*B T vocab_size"], LanguageModelState]: ...
 
+    @with_auto_axes(num_features=0)
     def __call__(
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
@@ -176,6 +178,7 @@ class LanguageModel(nnx.Module):
             logits = self.readout(features)
         return (logits, after) if return_state else logits
 
+    @with_auto_axes(num_features=0)
     def features(
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],

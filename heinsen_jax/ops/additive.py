@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array, check_tokens, segment_starts, valid_tokens
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
@@ -84,6 +85,7 @@ def additive_pooling(
 ) -> tuple[Mixed, AdditiveState]: ...
 
 
+@over_devices
 def additive_pooling(
     x: Mixed,
     logits: Float[Array, "*B T N"],
@@ -178,6 +180,7 @@ def additive_summary(
     return additive_pooling(x, logits, is_causal=False, **options)[1]
 
 
+@over_devices
 def additive_weights(
     logits: Float[Array, "*B T N"],
     *,

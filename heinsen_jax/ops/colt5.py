@@ -26,11 +26,13 @@ import numpy as np
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Shaped
 
 
+@over_devices
 def soft_top_k(
     scores: Float[Array, "*B T"],
     k: float | Shaped[Array, ""],
@@ -130,6 +132,7 @@ class Routing(NamedTuple):
     mask: Bool[Array, "*B R"]
 
 
+@over_devices
 def route(
     weights: Float[Array, "*B T"], num_routed: int, *, mask: Bool[Array, "*B T"] | None = None
 ) -> Routing:
@@ -263,11 +266,19 @@ def _check(x: Array, residual: Array | None, **routings: Routing) -> None:
             )
 
 
-def _routed(x: Array, routing: Routing) -> Array:
+@over_devices
+def _routed(x: Features, routing: Routing) -> Float[Array, "*B R D"]:
     return jnp.take_along_axis(x, routing.indices[..., None], -2, mode="clip")
 
 
-def _sum(x: Array, residual: Array | None, light: Array, heavy: Array, routing: Routing) -> Array:
+@over_devices
+def _sum(
+    x: Features,
+    residual: Features | None,
+    light: Features,
+    heavy: Float[Array, "*B R D"],
+    routing: Routing,
+) -> Features:
     """Return residual + light, plus heavy `[*B, R, D]` times its weights at the routed tokens."""
     residual = x if residual is None else residual
     *batch, length, width = x.shape

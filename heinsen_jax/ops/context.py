@@ -34,7 +34,7 @@ def over_context(
     *arrays: Array,
     summary: Callable[..., Mergeable],
     empty: Mergeable,
-    axis_name: str = "context",
+    axis_name: str | tuple[str, ...] = "context",
     is_causal: bool = True,
     segment_ids: Array | None = None,
     initial_state: Mergeable | None = None,
@@ -53,7 +53,7 @@ def over_context(
       summary: called with the arrays and, with segments, key_value_seq_lengths `[*B, 2]`; returns
         the state of those tokens alone.
       empty: the state of no tokens.
-      axis_name: name of the mesh axis.
+      axis_name: name of the mesh axis, or names of several.
       is_causal: whether tokens attend only to themselves and earlier tokens. If not, states must
         merge in any order.
       segment_ids: `[*B, T / devices]`, ids of this device's tokens, integers: tokens attend only
@@ -139,7 +139,7 @@ def _in_floats(x: Array) -> Array:
     return jnp.stack(parts, 1).astype(jnp.float32)
 
 
-def _all_gather(tree: Tree, axis_name: str, to: str) -> Tree:
+def _all_gather(tree: Tree, axis_name: str | tuple[str, ...], to: str) -> Tree:
     """Gather the arrays of all devices, stacked on a first axis, in one collective operation."""
     flat, unravel = ravel_pytree(tree)
     return jax.vmap(unravel)(lax.all_gather(flat, axis_name, to=to))

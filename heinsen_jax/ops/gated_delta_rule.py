@@ -16,6 +16,7 @@ from heinsen_jax.ops.arguments import (
     valid_tokens,
     without_padding,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur, segment_decay
 from heinsen_jax.ops.numerics import matmul
@@ -144,6 +145,7 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]: ...
 
 
+@over_devices
 def gated_delta_rule(
     query: Float[Array, "*B T N K"],
     key: Float[Array, "*B T N K"],

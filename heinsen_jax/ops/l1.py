@@ -27,6 +27,7 @@ from heinsen_jax.ops.arguments import (
     int32_lengths,
     without_padding,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import fold_heads, unfold_heads, varying_like
 from heinsen_jax.ops.softmax import folded_ids
 from heinsen_jax.typing import Array, Integer, Keys, Lengths, Mixed, Query, Segments, Values
@@ -38,6 +39,7 @@ UNROLLED = 16  # features per pass over a tile, and the same in the backward pas
 UNROLLED_BACK = 4
 
 
+@over_devices
 def l1_attention(
     query: Query,
     key: Keys,

@@ -15,6 +15,8 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.ops.arguments import check_array, check_bias, check_heads
+from heinsen_jax.ops.devices import over_devices
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.typing import Array, Float, Integer, Keys, Mixed, Query, Values
 
 NUMBERS = 2**18  # gathered at a time, to fit a CPU's cache
@@ -50,6 +52,7 @@ def l1_sparse_attention(
 ) -> tuple[Mixed, Float[Array, "*B S N W"]]: ...
 
 
+@over_devices
 def l1_sparse_attention(
     query: Query,
     key: Keys,
@@ -244,7 +247,7 @@ def _distances_backward(saved, d_distances):
         d = jnp.sign(_take(query, destination) - _take(key, source)) * d_distance[..., None]
         return (_put(sums[0], destination, d), _put(sums[1], source, -d)), None
 
-    zeros = jnp.zeros_like(query), jnp.zeros_like(key)
+    zeros = varying_like((jnp.zeros_like(query), jnp.zeros_like(key)), d_distances)
     sums, _ = lax.scan(block, zeros, (*ends, d_distances))
     return *sums, None, None
 
@@ -290,7 +293,7 @@ def _weighted_sums(tokens: int, weights: Array, values: Array, take: Array, put:
         return _put(sums, put, weight[..., None] * _take(values, take)), None
 
     empty = jnp.zeros((tokens, *values.shape[1:]), values.dtype)
-    return lax.scan(block, empty, (weights, take, put))[0]
+    return lax.scan(block, varying_like(empty, values), (weights, take, put))[0]
 
 
 def _weighted_sums_forward(tokens, weights, values, take, put):

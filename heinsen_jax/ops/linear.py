@@ -19,6 +19,7 @@ from heinsen_jax.ops.arguments import (
     valid_tokens,
     without_padding,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
 from heinsen_jax.ops.numerics import divide_or_zero
@@ -118,6 +119,7 @@ def linear_attention(
 ) -> tuple[Mixed, LinearAttentionState]: ...
 
 
+@over_devices
 def linear_attention(
     query: Query,
     key: Keys,

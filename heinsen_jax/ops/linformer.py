@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 
 from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, Float, Keys, Lengths, Mixed, Query, Values
 
 
+@over_devices
 def linformer_attention(
     query: Query,
     key: Keys,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops import masks
 from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens, int32_lengths
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
 from heinsen_jax.typing import Array, Keys, Lengths, Mixed, Query, Segments, Values
@@ -17,6 +18,7 @@ from heinsen_jax.typing import Array, Keys, Lengths, Mixed, Query, Segments, Val
 Pattern = Literal["local", "strided", "fixed"]
 
 
+@over_devices
 def sliding_window_attention(
     query: Query,
     key: Keys,
@@ -58,6 +60,7 @@ def sliding_window_attention(
     )
 
 
+@over_devices
 def dilated_attention(
     query: Query,
     key: Keys,
@@ -130,6 +133,7 @@ def dilated_attention(
     return y[..., :length, :, :]
 
 
+@over_devices
 def longformer_attention(
     query: Query,
     key: Keys,
@@ -137,7 +141,7 @@ def longformer_attention(
     *,
     local_window_size: int | tuple[int, int],
     global_positions: Sequence[int],
-    global_heads: tuple[Array, Array, Array] | None = None,
+    global_heads: tuple[Query, Keys, Values] | None = None,
     is_causal: bool = False,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
@@ -214,6 +218,7 @@ def longformer_attention(
     return y.at[..., index, :, :].set(rows)
 
 
+@over_devices
 def block_sparse_attention(
     query: Query,
     key: Keys,

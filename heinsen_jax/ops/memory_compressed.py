@@ -23,6 +23,7 @@ from heinsen_jax.ops.arguments import (
     int32_lengths,
     without_padding,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, pytree_dataclass
@@ -229,6 +230,7 @@ def memory_compressed_attention(
 ) -> tuple[Mixed, CompressedCache]: ...
 
 
+@over_devices
 def memory_compressed_attention(
     query: Query,
     key: Float[Array, "*B S G _"],

@@ -10,12 +10,14 @@ from typing import Literal
 import jax.numpy as jnp
 
 from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, Segments
 
 Form = Literal["expanded", "absorbed"]
 
 
+@over_devices
 def mla_attention(
     query: Query,
     query_pe: Float[Array, "*B T N P"],
@@ -100,6 +102,7 @@ def mla_attention(
     return dot_product_attention(query, key, value, **options).astype(dtype)
 
 
+@over_devices
 def latent_attention(
     query: Float[Array, "*B T N R"],
     query_pe: Float[Array, "*B T N P"],

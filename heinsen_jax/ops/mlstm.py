@@ -18,6 +18,7 @@ from heinsen_jax.ops.arguments import (
     valid_tokens,
     without_padding,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
@@ -105,6 +106,7 @@ def mlstm_attention(
 ) -> tuple[Float[Array, "*B T N V"], MLSTMState]: ...
 
 
+@over_devices
 def mlstm_attention(
     query: Float[Array, "*B T N K"],
     key: Float[Array, "*B T N K"],

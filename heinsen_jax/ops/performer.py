@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
 from heinsen_jax.ops.log_attention import HeinsenAttentionState, heinsen_attention
 from heinsen_jax.ops.numerics import log_add_exp
@@ -64,6 +65,7 @@ def performer_attention(
 ) -> tuple[Mixed, HeinsenAttentionState | LinearAttentionState]: ...
 
 
+@over_devices
 def performer_attention(
     query: Query,
     key: Keys,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.devices import in_mesh_of_arguments, split_like
 from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.typing import Array, Features, Float, Integer, pytree_dataclass
 
@@ -82,6 +83,7 @@ def segment_recurrence(
 ) -> tuple[Features, SegmentState]: ...
 
 
+@in_mesh_of_arguments
 def segment_recurrence(
     layer: Layer,
     x: Features,
@@ -231,4 +233,4 @@ def _state(
     memory = jnp.broadcast_to(
         memory.reshape((1,) * (len(shape) - memory.ndim) + memory.shape), shape
     )
-    return SegmentState.start(memory, length)
+    return SegmentState.start(split_like(memory, x, len(batch)), length)

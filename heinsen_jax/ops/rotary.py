@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.typing import Array, Float, Shaped
 
 
+@over_devices
 def rotary(
     x: Float[Array, "*B T N P"],
     positions: Shaped[Array, "T"] | Shaped[Array, "*B T"],

@@ -19,6 +19,7 @@ from heinsen_jax.ops.arguments import (
     valid_tokens,
     without_padding,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.linear_recurrence import linear_recurrence
 from heinsen_jax.ops.masks import Mask
@@ -44,13 +45,14 @@ QUANTUM = 2.0**-8  # unit of the parts of sums of decays whose differences are e
 SMALL = 256 * 256  # scores per head up to which storing them all is fastest
 
 
+@over_devices
 def dot_product_attention(
     query: Query,
     key: Keys,
     value: Values,
     *,
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | Mask | None = None,
+    bias: Float[Array, "*#B #N #T #S"] | Float[Array, "#T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | Bool[Array, "#T #S"] | Mask | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     segment_ids: Segments | None = None,

@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import jax.numpy as jnp
 import numpy as np
 
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
 from heinsen_jax.typing import Array, Float, Keys, Lengths, Mixed, Query, Segments, Values
 
@@ -49,6 +50,7 @@ def taylor_attention(
 ) -> tuple[Mixed, LinearAttentionState]: ...
 
 
+@over_devices
 def taylor_attention(
     query: Query,
     key: Keys,

@@ -17,11 +17,13 @@ from heinsen_jax.ops.arguments import (
     int32_lengths,
     valid_tokens,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array, Features, Float, Integer, Keys, Lengths, Mixed, Query, Values
 
 
+@over_devices
 def relative_position_bucket(
     relative_position: Integer[Array, "*B"],
     *,
@@ -71,6 +73,7 @@ def relative_position_bucket(
     return bucket + one_side * (relative_position > 0) if is_bidirectional else bucket
 
 
+@over_devices
 def block_sums(
     x: Features,
     block_size: int,
@@ -120,6 +123,7 @@ def block_sums(
     return sums, own
 
 
+@over_devices
 def tglobal_attention(
     query: Query,
     key: Keys,

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from heinsen_jax import data as datasets
 from heinsen_jax.data import Dataset, TextDataset
-from heinsen_jax.errors import printable
+from heinsen_jax.errors import UserError, printable
 from heinsen_jax.runs.folder import (
     RunFolder,
     check_folder,
@@ -25,6 +26,7 @@ from heinsen_jax.runtime.distributed import (
     process_0_first,
     together,
 )
+from heinsen_jax.sharding import MeshConfig, training_mesh
 from heinsen_jax.storage.files import joint_hash, sha256_of
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 from heinsen_jax.training.recorded import (
@@ -97,6 +99,7 @@ def prepare_run(
     workdir: str | Path,
     *,
     dataset: Dataset | None = None,
+    mesh: Mesh | None = None,
     restart: bool = False,
     allow_change: bool = False,
     dry_run: bool = False,
@@ -109,6 +112,8 @@ def prepare_run(
       config: the configuration.
       workdir: the run's folder, as a path or a gs:// address.
       dataset: the data set; loaded from `config.data` when None.
+      mesh: the devices, with axes of any types named as in `MeshConfig`. When None, the mesh of
+        `jax.set_mesh`, or else of `config.mesh`.
       restart, allow_change, dry_run, profile: see `Modes`.
 
     Raises:
@@ -116,6 +121,7 @@ def prepare_run(
         process uses the folder.
     """
     modes = Modes(restart=restart, allow_change=allow_change, dry_run=dry_run, profile=profile)
+    config, mesh = _on_mesh(config, mesh)
     with ExitStack() as resources:
         with together():
             folder = resources.enter_context(open_run(workdir))
@@ -125,13 +131,30 @@ def prepare_run(
                 complete_restart(folder)
         with together():
             check_folder(folder, restart=restart)
-        prepared = prepare_in(folder, config, modes, dataset=dataset)
+        prepared = prepare_in(folder, config, modes, dataset=dataset, mesh=mesh)
         prepared._resources = resources.pop_all()
         return prepared
 
 
+def _on_mesh(config: ExperimentConfig, mesh: Mesh | None) -> tuple[ExperimentConfig, Mesh | None]:
+    """The configuration of a run on the user's mesh, if any, and that mesh with Auto axes."""
+    given = jax.sharding.get_mesh() if mesh is None else mesh
+    if given.empty:
+        return config, None
+    mesh = training_mesh(given)
+    sizes = MeshConfig(**mesh.shape)
+    if config.mesh not in (MeshConfig(), sizes):
+        raise UserError(f"{config.mesh} differs from the given mesh, {sizes}; leave one out")
+    return replace(config, mesh=sizes), mesh
+
+
 def prepare_in(
-    folder: RunFolder, config: ExperimentConfig, modes: Modes, *, dataset: Dataset | None = None
+    folder: RunFolder,
+    config: ExperimentConfig,
+    modes: Modes,
+    *,
+    dataset: Dataset | None = None,
+    mesh: Mesh | None = None,
 ) -> Prepared:
     """`prepare_run` in a folder that the caller has opened, checked and locked."""
     cache_compilations(config.training.compilation_cache)
@@ -148,7 +171,7 @@ def prepare_in(
             alike = identity(config, dataset) | flags
         check_alike(alike)
     with together():
-        settings = resolve_settings(config, dataset)
+        settings = resolve_settings(config, dataset, mesh)
     with process_0_first() as is_first:
         if is_first and not (modes.dry_run or modes.restart):
             check_tokenizer(folder.files, config, dataset)

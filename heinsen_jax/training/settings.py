@@ -38,8 +38,15 @@ class Settings:
     lines: tuple[str, ...]
 
 
-def resolve_settings(config: ExperimentConfig, dataset: Dataset) -> Settings:
+def resolve_settings(
+    config: ExperimentConfig, dataset: Dataset, mesh: Mesh | None = None
+) -> Settings:
     """Check the sections of a configuration against each other and the data set.
+
+    Args:
+      config: the configuration.
+      dataset: the data set.
+      mesh: the devices, instead of `config.mesh`'s.
 
     Raises:
       UserError: two fields are incompatible; the message names them and the fix.
@@ -77,7 +84,7 @@ def resolve_settings(config: ExperimentConfig, dataset: Dataset) -> Settings:
     learning_rates(config.optimizer, training.steps)
     if jax.process_index() == 0:
         services(training.trackers)
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
     share_of_process(mesh)
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if data.batch_size % (training.accumulation_steps * parts):

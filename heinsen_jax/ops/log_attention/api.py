@@ -2,6 +2,7 @@
 
 from typing import Literal, overload
 
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.log_attention import call
 from heinsen_jax.ops.log_attention.call import Implementation
 from heinsen_jax.ops.log_attention.state import HeinsenAttentionState, LogAttentionState
@@ -42,6 +43,7 @@ def log_attention(
 ) -> tuple[Inexact[Array, "*B T N V"], LogAttentionState]: ...
 
 
+@over_devices
 def log_attention(
     query: Query,
     key: Keys,
@@ -189,6 +191,7 @@ def heinsen_attention(
 ) -> tuple[Mixed, HeinsenAttentionState]: ...
 
 
+@over_devices
 def heinsen_attention(
     query: Query,
     key: Keys,

@@ -12,6 +12,7 @@ from heinsen_jax.ops.arguments import (
     check_same_length,
     check_tokens,
 )
+from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.log_attention import mosaic
 from heinsen_jax.ops.log_attention.call import resolve_implementation
 from heinsen_jax.ops.log_attention.chunked import Chunked
@@ -62,6 +63,7 @@ def log_window_attention(
 ) -> tuple[Mixed, LogWindowState]: ...
 
 
+@over_devices
 def log_window_attention(
     query: Query,
     key: Keys,

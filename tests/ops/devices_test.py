@@ -1,0 +1,111 @@
+"""Refusals of ops on explicit axes, and the axes that annotations name; results are in
+tests/multi_device/explicit_test.py."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from heinsen_jax import ops
+from heinsen_jax.ops import dot_product_attention, linear_attention, log_attention
+from heinsen_jax.ops.devices import Axis, forms_of, labels_of
+
+MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+ELSEWHERE = {"edge_counts", "orthogonal_features", "over_context", "sharded_log_attention"}
+"""Functions without sequences, or for the inside of `jax.shard_map`."""
+BY_ELEMENT = {"taylor_features", "log_linear_recurrence"}
+"""Functions that JAX's own operations split."""
+WITH_FUNCTIONS = {"conditional_attention", "conditional_feed_forward", "segment_recurrence"}
+"""Ops that call functions of the user, whose arrays keep their types."""
+
+
+def heads(count: int, *spec: str | None) -> jax.ShapeDtypeStruct:
+    where = NamedSharding(MESH, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct((8, 16, count, 4), jnp.float32, sharding=where)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "message"),
+    [
+        (
+            heads(8, None, "a"),
+            heads(8),
+            r"query \[8, .* is split over a along axis 1; only",
+        ),
+        (heads(8), heads(8, None, None, None, "b"), "key .* is split over b along axis 3; only"),
+        (
+            heads(8, "a"),
+            heads(8, "b"),
+            "key .* over b along axis 0, another argument over a;",
+        ),
+        (heads(8, None, None, "b"), heads(2), "4 devices of b do not divide 2 key/value heads"),
+        (heads(8, None, None, "b"), heads(8, None, None, "a"), "query heads .* over b, .* over a"),
+    ],
+)
+def test_other_splits_are_refused(query, key, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(linear_attention, query, key, key)
+
+
+def test_arguments_that_are_whole_are_split_like_the_others():
+    query, key = heads(8, "a", None, "b"), heads(4)
+    y, state = jax.eval_shape(
+        lambda query, key: linear_attention(query, key, key, return_state=True), query, key
+    )
+    assert y.sharding.spec == PartitionSpec("a", None, "b", None)
+    assert state.s.sharding.spec == PartitionSpec("a", "b", None, None)
+
+
+def test_one_key_value_head_serves_all_devices():
+    y = jax.eval_shape(log_attention, heads(8, None, None, "b"), heads(1), heads(1))
+    assert y.sharding.spec == PartitionSpec(None, None, "b", None)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 16, 16), (1, 1, 16, 16), (8, 16, 16), (16, 16), (16,)])
+def test_a_mask_broadcasts_over_sequences_and_heads(shape):
+    query = heads(8, "a", None, "b")
+    mask = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(MESH, PartitionSpec()))
+    y = jax.eval_shape(lambda x, mask: dot_product_attention(x, x, x, mask=mask), query, mask)
+    assert y.sharding.spec == PartitionSpec("a", None, "b", None)
+
+
+def test_axes_follow_from_annotations():
+    forms = forms_of(linear_attention)
+    x = jnp.zeros((2, 3, 5, 4, 8))
+    assert labels_of(x, forms["query"], 2) == [
+        (Axis("B", 0), Axis("B", 1), Axis("T"), Axis("N"), Axis("K"))
+    ]
+    assert labels_of(jnp.zeros((2, 3, 2), int), forms["key_value_seq_lengths"], 2)[0][:2] == (
+        Axis("B", 0),
+        Axis("B", 1),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(BY_ELEMENT))
+def test_functions_of_elements_keep_the_sharding(name):
+    x = heads(8, "a", None, "b")
+    options = {"taylor_features": {"num_terms": 3, "scale": 1.0}}.get(name, {"axis": 1})
+    arguments = (x,) if name == "taylor_features" else (x, x)
+    y = jax.eval_shape(lambda *x: getattr(ops, name)(*x, **options), *arguments)
+    assert y.sharding.spec == PartitionSpec("a", None, "b", None)
+
+
+def test_branches_of_the_user_keep_their_arrays():
+    x = jax.ShapeDtypeStruct((8, 16, 4), jnp.float32, sharding=heads(8, "a").sharding)
+    weight = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=heads(8).sharding)
+
+    def apply(x: jax.Array, weight: jax.Array) -> jax.Array:
+        routing = ops.route(x.sum(-1), 4)
+        y = ops.conditional_feed_forward(x, lambda x: x, lambda x: x @ weight, routing)
+        y = ops.conditional_attention(y, lambda x: x, lambda x, *_: x @ weight, routing, routing)
+        return ops.segment_recurrence(lambda x: x @ weight, y, weight[:2], segment_length=4)
+
+    assert jax.eval_shape(apply, x, weight).sharding.spec == PartitionSpec("a", None, None)
+
+
+def test_every_op_is_decorated():
+    functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
+    plain = {name for name in functions if not hasattr(getattr(ops, name), "__wrapped__")}
+    assert plain == ELSEWHERE | BY_ELEMENT | WITH_FUNCTIONS - {"segment_recurrence"}

@@ -108,7 +108,10 @@ def current_mesh() -> AbstractMesh | None:
 
 @contextmanager
 def use_rules(rules: Rules) -> Iterator[None]:
-    """Lay out activations by these rules, and run each op on each device's sequences and heads."""
+    """Lay out activations by these rules, and run each op on each device's sequences and heads.
+
+    Rules are read when a function is traced; under `jit`, that is at its first call.
+    """
     token = _rules.set(rules)
     try:
         yield

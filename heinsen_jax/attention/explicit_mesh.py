@@ -82,7 +82,7 @@ def _run(call: _Call, parameters: nnx.State, tokens: Array, arrays: dict[str, Py
         with use_rules(rules):
             return call.method(nnx.merge(call.graph, parameters), tokens, **arrays, **options)
 
-    def place(x: Array, axes: Labels) -> NamedSharding:
+    def place(x: jax.ShapeDtypeStruct, axes: Labels) -> NamedSharding:
         rows = tokens.shape[: call.batch]
         if not any(axes) and x.shape[: call.batch] == rows:  # a state without annotations
             axes = (*(Axis("B", index) for index in range(call.batch)), *axes[call.batch :])

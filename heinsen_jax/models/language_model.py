@@ -30,7 +30,7 @@ from heinsen_jax.models.position import (
 from heinsen_jax.models.readout import Readout
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.sharding import constrain
+from heinsen_jax.sharding import constrain, rules_in_use
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, Shaped, pytree_dataclass
 
 States: TypeAlias = tuple[BlockState | None, ...]
@@ -211,7 +211,9 @@ class LanguageModel(nnx.Module):
         size = len(graphs)
         states = tuple(layers[start : start + size] for start in range(0, len(layers), size))
         remat = self.config.remat_policy if self.config.remat else None
-        x, after = _through(graphs, return_state, remat, x, parameters, states, segment_ids)
+        rules = tuple((rules_in_use() or {}).items())
+        options = graphs, return_state, remat, rules
+        x, after = _through(*options, x, parameters, states, segment_ids)
         blocks = tuple(chain.from_iterable(after))
         return self.normed(x), LanguageModelState(position, blocks) if return_state else None
 
@@ -300,17 +302,20 @@ def _positions(
     return LearnedPositions(config.max_length, config.model_dim, has_norm=has_norm, **options)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # outside another `jit`, compiled once
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)  # outside another `jit`, compiled once
 def _through(
     graphs: tuple[nnx.GraphDef[Block], ...],
     return_state: bool,
     remat: str | None,
+    rules: tuple[tuple[str, tuple[str, ...]], ...],
     x: Features,
     parameters: tuple[nnx.State, ...],
     states: tuple[States, ...],
     segment_ids: Integer[Array, "*B T"] | None,
 ) -> tuple[Features, tuple[States, ...]]:
-    """x after all blocks, and their states after it, by repeat of the pattern."""
+    """x after all blocks, and their states after it, by repeat of the pattern. The rules in use are
+    an argument only as a part of the key of compiled functions."""
+    del rules
 
     def apply_pattern(
         x: Features, layers: tuple[tuple[nnx.State, ...], States]

@@ -14,6 +14,7 @@ from jax import lax
 from heinsen_jax.ops.arguments import check_array, check_tokens, segment_starts, valid_tokens
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like
+from heinsen_jax.ops.masks import last_tokens
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dataclass
@@ -63,7 +64,7 @@ def additive_pooling(
     logits: Float[Array, "*B T N"],
     *,
     is_causal: bool = True,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     segment_ids: Integer[Array, "*B T"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
     initial_state: AdditiveState | None = None,
@@ -77,7 +78,7 @@ def additive_pooling(
     logits: Float[Array, "*B T N"],
     *,
     is_causal: bool = True,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     segment_ids: Integer[Array, "*B T"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
     initial_state: AdditiveState | None = None,
@@ -91,7 +92,7 @@ def additive_pooling(
     logits: Float[Array, "*B T N"],
     *,
     is_causal: bool = True,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     segment_ids: Integer[Array, "*B T"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
     initial_state: AdditiveState | None = None,
@@ -113,7 +114,8 @@ def additive_pooling(
       x: `[*B, T, num_heads, depth]`.
       logits: `[*B, T, num_heads]`. A token with logit -inf is masked.
       is_causal: whether tokens attend only to themselves and earlier tokens.
-      local_window_size: w; 1 gives g = x. Causal only.
+      local_window_size: w, of which 1 gives g = x; or a pair, the numbers of tokens before t and
+        after it. Causal only.
       segment_ids: `[*B, T]`, integers: tokens attend only within their own segment, a run of equal
         ids. `initial_state` belongs to the first segment, the returned state to the last.
       key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
@@ -138,14 +140,15 @@ def additive_pooling(
     References:
       Wu et al., 2021, Fastformer: Additive Attention Can Be All You Need, arXiv:2108.09084.
     """
-    _check(logits, is_causal, local_window_size, segment_ids, key_value_seq_lengths)
-    _check_vectors(x, logits, initial_state, local_window_size)
+    _check(logits, segment_ids, key_value_seq_lengths)
+    window = last_tokens(local_window_size, is_causal)
+    _check_vectors(x, logits, initial_state, window)
     *batch, length, heads, depth = x.shape
     arrays = jax.tree.leaves((x, logits, initial_state))
     dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
     state = initial_state
     if state is None:
-        state = AdditiveState.empty(batch, heads, depth, local_window_size, dtype)
+        state = AdditiveState.empty(batch, heads, depth, window, dtype)
     before = _folded(WeightedTokens(state.x, state.logits), len(batch), dtype)
     valid = segments = None
     if key_value_seq_lengths is not None:
@@ -160,8 +163,8 @@ def additive_pooling(
     pooled, after = tokens, before
     if length > 0:
         initial = None if initial_state is None else before
-        pooled = _pooled(tokens, initial, segments, local_window_size, is_causal)
-        if local_window_size is None:
+        pooled = _pooled(tokens, initial, segments, window, is_causal)
+        if window is None:
             after = jax.tree.map(lambda x: x[:, -1:], pooled)
         elif return_state:
             end = None if valid is None else jnp.repeat(_end(valid).reshape(-1), heads)
@@ -185,7 +188,7 @@ def additive_weights(
     logits: Float[Array, "*B T N"],
     *,
     is_causal: bool = True,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     segment_ids: Integer[Array, "*B T"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
 ) -> Float[Array, "*B T T N"]:
@@ -208,13 +211,14 @@ def additive_weights(
       >>> additive_weights(jnp.zeros((2, 1)))[..., 0].tolist()
       [[1.0, 0.0], [0.5, 0.5]]
     """
-    _check(logits, is_causal, local_window_size, segment_ids, key_value_seq_lengths)
+    _check(logits, segment_ids, key_value_seq_lengths)
+    window = last_tokens(local_window_size, is_causal)
     *batch, length, _ = logits.shape
     index = jnp.arange(length)
     age = index[:, None] - index[None]
     visible = (age >= 0) | (not is_causal)
-    if local_window_size is not None:
-        visible &= age < local_window_size
+    if window is not None:
+        visible &= age < window
     visible = jnp.broadcast_to(visible, (*batch, length, length))
     valid = None
     if key_value_seq_lengths is not None:
@@ -229,20 +233,12 @@ def additive_weights(
     return weights.astype(logits.dtype)
 
 
-def _check(logits, is_causal, window, segment_ids, lengths) -> None:
+def _check(logits, segment_ids, lengths) -> None:
     if logits.ndim < 2:
         raise ValueError(f"logits must be [..., tokens, heads], got shape {logits.shape}")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be floating point, got {logits.dtype}")
     check_tokens(logits.shape[:-1], segment_ids=segment_ids, key_value_seq_lengths=lengths)
-    if window is None:
-        return
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"local_window_size must be an integer >= 1, got {window!r}")
-    if not is_causal:
-        raise NotImplementedError(
-            "local_window_size: unsupported with is_causal=False; windows end at the token"
-        )
 
 
 def _check_vectors(x, logits, state, window) -> None:

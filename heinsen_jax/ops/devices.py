@@ -106,6 +106,10 @@ def over_devices(op: F) -> F:
         labels = {name: labels_of(x, forms[name], batch) for name, x in arguments.items()}
         arrays = {name: x for name, x in arguments.items() if _is_split_or_traced(x, labels[name])}
         static = tuple((name, Static(x)) for name, x in arguments.items() if name not in arrays)
+        if any(forms[name] and (None in axes) for name in arrays for axes in labels[name]):
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+            constants = {name: x.value for name, x in static}
+            jax.eval_shape(partial(op, **constants), **shapes)  # raises if a shape does not fit
         sizes = _sizes(arrays, labels)
         if mesh is not None:
             split = _split_by_types(mesh, arrays, labels, sizes)

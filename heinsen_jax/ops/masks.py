@@ -131,3 +131,15 @@ def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[in
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"local_window_size must be an integer >= 1 or a pair, got {size!r}")
     return size - 1, 0 if is_causal else size - 1
+
+
+def last_tokens(local_window_size: int | tuple[int, int] | None, is_causal: bool) -> int | None:
+    """Return the number of tokens that a causal window has, the query included; None for all."""
+    if local_window_size is None:
+        return None
+    before, _ = reach(local_window_size, is_causal)
+    if not is_causal:
+        raise NotImplementedError(
+            "local_window_size: unsupported with is_causal=False; windows end at the token"
+        )
+    return before + 1

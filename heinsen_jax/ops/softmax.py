@@ -51,11 +51,16 @@ def dot_product_attention(
     key: Keys,
     value: Values,
     *,
-    bias: Float[Array, "*#B #N #T #S"] | Float[Array, "#T #S"] | None = None,
-    mask: Bool[Array, "*#B #N #T #S"] | Bool[Array, "#T #S"] | Mask | None = None,
+    bias: Float[Array, "*#B #N #T #S"] | Float[Array, "#T #S"] | Float[Array, "#S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"]
+    | Bool[Array, "#T #S"]
+    | Bool[Array, "#S"]
+    | Mask
+    | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     segment_ids: Segments | None = None,
+    query_seq_lengths: Integer[Array, "*B"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
     query_offset: int | Integer[Array, ""] = 0,
     log_decay: Float[Array, "*B S N"] | None = None,
@@ -85,6 +90,7 @@ def dot_product_attention(
         (only on the left if causal); or a pair, the numbers of tokens before and after it.
       segment_ids: `[*B, S]`: tokens attend only to tokens of equal id. T must equal S. With
         log_decay, ids must not recur: each segment is one run of equal ids.
+      query_seq_lengths: `[*B]`, the number of valid queries; the others have the output 0.
       key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
         the first valid key and the one past the last.
       query_offset: position of the first query among the keys. May be traced, as with a cache.
@@ -123,6 +129,7 @@ def dot_product_attention(
         key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
     )
     check_segments(segment_ids, query, key)
+    check_array("query_seq_lengths", query_seq_lengths, (query.shape[:-3],), jnp.integer)
     heads = *key.shape[:-2], query.shape[-2]
     check_array("log_decay", log_decay, (heads,), jnp.floating)
     check_decay("log_decay", log_decay)
@@ -141,9 +148,8 @@ def dot_product_attention(
         given["query_offset"] = not isinstance(query_offset, int) or query_offset != 0
         given["log_decay"] = log_decay is not None
         _refuse("cudnn", given)
-        return _cudnn(
-            query, key, value, bias, mask, is_causal, window, key_value_seq_lengths, scale
-        )
+        y = _cudnn(query, key, value, bias, mask, is_causal, window, key_value_seq_lengths, scale)
+        return _valid_rows(y, query_seq_lengths)
 
     rule, mask = (mask, None) if isinstance(mask, Mask) else (masks.Everything(), mask)
     rule = rule & masks.Causal() if is_causal else rule
@@ -167,7 +173,15 @@ def dot_product_attention(
         offset=query_offset,
         implementation=implementation,
     )
-    return unfold_heads(y, query, value)
+    return _valid_rows(unfold_heads(y, query, value), query_seq_lengths)
+
+
+def _valid_rows(y: Mixed, lengths: Integer[Array, "*B"] | None) -> Mixed:
+    """y, with 0 beyond the number of valid queries."""
+    if lengths is None:
+        return y
+    is_valid = valid_tokens(lengths, y.shape[:-3], y.shape[-3])
+    return jnp.where(is_valid[..., None, None], y, 0)
 
 
 def folded_attention(

@@ -477,8 +477,11 @@ X, LOGITS = jnp.zeros((2, 6, 3, 4)), jnp.zeros((2, 6, 3))
         ({"logits": LOGITS[0, 0]}, r"logits must be \[\.\.\., tokens, heads\]"),
         ({"logits": LOGITS[:, :5]}, r"x must have shape \(2, 5, 3, 4\), got \(2, 6, 3, 4\)"),
         ({"logits": LOGITS.astype(int)}, "logits must be floating point, got int32"),
-        ({"local_window_size": 0}, "local_window_size must be an integer >= 1, got 0"),
-        ({"local_window_size": True}, "local_window_size must be an integer >= 1, got True"),
+        ({"local_window_size": 0}, "local_window_size must be an integer >= 1 or a pair, got 0"),
+        (
+            {"local_window_size": True},
+            "local_window_size must be an integer .* a pair, got True",
+        ),
         ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 6\)"),
         ({"segment_ids": jnp.zeros((2, 6))}, "segment_ids must have a dtype of kind integer"),
         ({"key_value_seq_lengths": jnp.zeros((3,), int)}, "key_value_seq_lengths must have shape"),

@@ -2,6 +2,7 @@
 tests/multi_device/explicit_test.py."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,13 @@ def heads(count: int, *spec: str | None) -> jax.ShapeDtypeStruct:
 )
 def test_other_splits_are_refused(query, key, message):
     with pytest.raises(ValueError, match=message):
+        jax.eval_shape(linear_attention, query, key, key)
+
+
+def test_shapes_that_do_not_fit_are_refused_by_the_op():
+    query, key = heads(8, "a"), heads(8, "a")
+    key = jax.ShapeDtypeStruct((8, 16, 4), jnp.float32, sharding=key.sharding)
+    with pytest.raises(ValueError, match=r"batch axes .* equal: query .*, key \(8, 16, 4\)"):
         jax.eval_shape(linear_attention, query, key, key)
 
 
@@ -106,6 +114,6 @@ def test_branches_of_the_user_keep_their_arrays():
 
 
 def test_every_op_is_decorated():
-    functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    plain = {name for name in functions if not hasattr(getattr(ops, name), "__wrapped__")}
+    functions = {x for x in map(partial(getattr, ops), ops.__all__) if inspect.isfunction(x)}
+    plain = {x.__name__ for x in functions if not inspect.getsource(x).startswith("@")}
     assert plain == ELSEWHERE | BY_ELEMENT | WITH_FUNCTIONS - {"segment_recurrence"}

@@ -438,3 +438,13 @@ def test_decays_must_fit():
         dot_product_attention(x, x, x, log_decay=decay)
     with pytest.raises(ValueError, match=r"log_decay: 4 queries from query_offset=1 on"):
         dot_product_attention(x, x, x, log_decay=decay, is_causal=True, query_offset=1)
+
+
+def test_queries_beyond_their_number_are_zero():
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 7, 2, 4)).astype(np.float32)
+    lengths = np.array([3, 7])
+    y = dot_product_attention(query, key, value, query_seq_lengths=lengths)
+    whole = dot_product_attention(query, key, value)
+    np.testing.assert_array_equal(y[0, 3:], 0)
+    np.testing.assert_array_equal(y[0, :3], whole[0, :3])
+    np.testing.assert_array_equal(y[1], whole[1])

@@ -6,6 +6,7 @@ from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.log_attention import call
 from heinsen_jax.ops.log_attention.call import Implementation
 from heinsen_jax.ops.log_attention.state import HeinsenAttentionState, LogAttentionState
+from heinsen_jax.ops.masks import last_tokens
 from heinsen_jax.typing import Array, Decay, Inexact, Keys, Lengths, Mixed, Query, Segments, Values
 
 
@@ -18,7 +19,7 @@ def log_attention(
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: Literal[False] = False,
@@ -35,7 +36,7 @@ def log_attention(
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: Literal[True],
@@ -52,7 +53,7 @@ def log_attention(
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool = False,
@@ -91,7 +92,8 @@ def log_attention(
       key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
         `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
         have no effect.
-      local_window_size: number of tokens that a query attends to, itself included; unlimited when
+      local_window_size: number of tokens that a query attends to, itself included; or a pair as in
+        `jax.nn.dot_product_attention`, the numbers of tokens before and after it; unlimited when
         None. Costs two passes for any size. Causal only, and without states.
       log_decay: `[*B, S, num_kv_heads]` or `[*B, S, num_kv_heads, key_depth]`, at most 0: before
         token s is added, the state is multiplied by exp(log_decay_s),
@@ -147,7 +149,7 @@ def log_attention(
         is_causal=is_causal,
         segment_ids=segment_ids,
         key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
+        local_window_size=last_tokens(local_window_size, is_causal),
         log_decay=log_decay,
         state=initial_state,
         implementation=implementation,
@@ -166,7 +168,7 @@ def heinsen_attention(
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: Literal[False] = False,
@@ -183,7 +185,7 @@ def heinsen_attention(
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: Literal[True],
@@ -200,7 +202,7 @@ def heinsen_attention(
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: bool = False,
@@ -243,7 +245,7 @@ def heinsen_attention(
         is_causal=is_causal,
         segment_ids=segment_ids,
         key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
+        local_window_size=last_tokens(local_window_size, is_causal),
         log_decay=log_decay,
         state=initial_state,
         implementation=implementation,

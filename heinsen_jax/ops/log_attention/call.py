@@ -294,14 +294,7 @@ def _check_state(arguments: Arguments, state: State) -> None:
 
 
 def _check_combination(arguments: Arguments) -> None:
-    window, is_causal = arguments.local_window_size, arguments.is_causal
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"local_window_size must be an integer >= 1, got {window!r}")
-        if not is_causal:
-            raise NotImplementedError(
-                "local_window_size: unsupported with is_causal=False; windows end at the token"
-            )
+    is_causal = arguments.is_causal
     if not is_causal and arguments.segment_ids is not None:
         if arguments.query.shape[-3] != arguments.key.shape[-3]:
             raise NotImplementedError(

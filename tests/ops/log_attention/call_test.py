@@ -118,8 +118,11 @@ def test_segments_of_other_queries(function):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"local_window_size": 0}, "local_window_size must be an integer >= 1, got 0"),
-        ({"local_window_size": 2.0}, "local_window_size must be an integer >= 1, got 2.0"),
+        ({"local_window_size": 0}, "local_window_size must be an integer >= 1 or a pair, got 0"),
+        (
+            {"local_window_size": 2.0},
+            "local_window_size must be an integer .* a pair, got 2.0",
+        ),
         ({"segment_ids": jnp.zeros(3, int)}, r"segment_ids must have shape \(4,\), got \(3,\)"),
         ({"segment_ids": jnp.ones(4)}, "segment_ids must have a dtype of kind .*, got float32"),
         (

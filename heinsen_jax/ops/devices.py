@@ -159,8 +159,11 @@ def _run(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
 
     def on_device(*leaves: Array) -> PyTree:
         constants = {name: x.value for name, x in call.static}
-        arrays = jax.tree.unflatten(structure, varying_like(leaves, leaves))
-        return call.op(**arrays, **constants)
+        own = [any(spec) for spec in call.specs]  # differs between devices
+        leaves = tuple(
+            varying_like(x, leaves) if y else x for x, y in zip(leaves, own, strict=True)
+        )
+        return call.op(**jax.tree.unflatten(structure, leaves), **constants)
 
     if mesh.manual_axes:  # JAX does not lower residuals of a `shard_map` inside another one
         on_device = jax.checkpoint(on_device)

@@ -13,12 +13,19 @@ from tests.multi_device.processes_test import CONFIG
 from tests.ops.catalogue import OPS
 
 TOLERANCE = 2e-5
+SENSITIVE = {"mlstm": 1e-3}
+"""Tolerances where results under `jit` and without it differ by as much on one device."""
 SHORT_OPS = "linear", "softmax, tiled", "mla, expanded"
 LONG_OPS = [name for name in OPS if name not in SHORT_OPS and "bidirectional" not in name]
 LAYOUTS = "rows,heads,both,fsdp"
 SHORT_LAYERS = "gated_deltanet", "softmax"
 SPLIT = {"rows": "P(('a', 'b'), None", "heads": "P(None, None", "both": "P('a', None"}
-EXCHANGE = {"gqa": "the heads of one key/value head", "additive": "an average of all heads"}
+EXCHANGE = {
+    "additive": "an average of all heads",
+    "gqa": "the heads of one key/value head",
+    "log": "the halves of its gated output",
+    "mla": "its latent vectors",
+}
 """Layers that exchange activations if heads are split, and which."""
 
 
@@ -57,7 +64,7 @@ def test_ops_on_auto_axes_that_are_named_never_gather(tested):
 @by_duration((), OPS)
 def test_ops_on_mixed_axes(tested):
     for name, layouts in check_ops("mixed", tested).items():
-        assert not layouts["rows"]["collectives"], name
+        assert set(layouts["rows"]["collectives"]) <= {"all-reduce"}, name  # of a choice of tiers
 
 
 @by_duration(("gated, by head",), OPS)
@@ -71,7 +78,8 @@ def check_modules(kind: str, tested: list[str], layouts: str = LAYOUTS) -> dict[
         for layout, found in layouts.items():
             values = ("error", "eager", "streamed", "state")
             errors = {x: found[x] for x in values if x in found}
-            assert max(errors.values()) < 10 * TOLERANCE, (name, layout, errors)
+            tolerance = SENSITIVE.get(name, 10 * TOLERANCE)
+            assert max(errors.values()) < tolerance, (name, layout, errors)
             assert found["as_parameters"], (name, layout, "gradients")
             rows = "P(None" if layout == "heads" else "P('a'"
             assert found["sharding"].startswith(rows), (name, layout)

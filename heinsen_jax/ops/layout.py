@@ -1,8 +1,12 @@
-"""Array layouts shared by several ops: chunks of tokens, folded heads, types inside `shard_map`.
+"""Array layouts shared by several ops: chunks of tokens, folded heads, types inside `shard_map`,
+and symbolic sizes.
 
 Public arrays are `[B, T, G, (R,) F]`: R query heads share each of G key/value heads. Inside an op,
 batch and key/value heads are folded into one axis X = B G and tokens are split into J chunks of C,
 so that every contraction is one batched matrix product.
+
+With `jax.export`, batch and number of tokens may be symbolic. Then the same code is used as for a
+long sequence, with blocks of a fixed size, in a number that is symbolic as well.
 """
 
 import math
@@ -11,10 +15,31 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from heinsen_jax.typing import Array, Shaped
 
 Tree = TypeVar("Tree")
+
+
+def is_symbolic(size: int) -> bool:
+    """Whether a size is a symbolic dimension of `jax.export`, or depends on one."""
+    return is_symbolic_dim(size)
+
+
+def is_at_most(size: int, limit: int) -> bool:
+    """Whether a size is within a limit. False for a symbolic one, which counts as large."""
+    return not is_symbolic(size) and size <= limit
+
+
+def nearly_equal_blocks(length: int, most: int, multiple: int = 1) -> tuple[int, int]:
+    """Return the number and size of blocks for a number of tokens: at least one, of at most `most`
+    tokens, a multiple of `multiple`, and as small as their number allows. Blocks of a symbolic
+    number of tokens have `most`."""
+    blocks = max(-(-length // most), 1)
+    if is_symbolic(length):
+        return blocks, most
+    return blocks, -(-length // (blocks * multiple)) * multiple
 
 
 def chunk(x: Shaped[Array, "B T G *R F"], size: int) -> Shaped[Array, "J X RC F"]:

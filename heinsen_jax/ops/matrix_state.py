@@ -35,7 +35,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.ops.layout import chunk, unchunk, varying_like
+from heinsen_jax.ops.layout import (
+    chunk,
+    is_at_most,
+    nearly_equal_blocks,
+    unchunk,
+    varying_like,
+)
 from heinsen_jax.ops.numerics import einsum, matmul, split_exact
 from heinsen_jax.typing import Array, DTypeLike, Float
 
@@ -92,7 +98,7 @@ def recur(
         state, y = _block(state, chunks, heads=heads, attends_to_itself=attends_to_itself)
         return state, unchunk(y, groups, heads)
 
-    if len(blocks.key) > 1:
+    if blocks.key.shape[0] != 1:
         saved = jax.checkpoint_policies.save_only_these_names(INVERSE)
         block = jax.checkpoint(block, prevent_cse=False, policy=saved)
     after, y = lax.scan(block, varying_like(state, tokens), blocks)
@@ -122,11 +128,9 @@ def _in_blocks(tokens: MatrixOperands) -> tuple[int, MatrixOperands]:
     batch, length = tokens.key.shape[:2]
     is_plain = tokens.feature_decay is None and tokens.erase is None
     size = CHUNK if is_plain else SMALL_CHUNK
-    while size // 2 >= length > 0:
+    while length > 0 and is_at_most(length, size // 2):
         size //= 2
-    chunks = max(1, -(-length // size))
-    blocks = -(-chunks // CHUNKS_IN_BLOCK)
-    in_block = -(-chunks // blocks) * size
+    blocks, in_block = nearly_equal_blocks(max(length, 1), CHUNKS_IN_BLOCK * size, size)
     missing = blocks * in_block - length
 
     def split(x: Array) -> Array:

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
+from heinsen_jax.ops.layout import is_symbolic
 from heinsen_jax.typing import Array, DTypeLike, Float, pytree_dataclass
 
 # Maximum number of terms in memory in a backward pass: 2 MiB of float32, which fits a CPU's cache;
 # or 1 GiB.
 TERMS = 2**19
 TERMS_ELSEWHERE = 2**28
+MAX_TERMS = 1 << 21  # of `running_sums`
 
 # GPUs and TPUs would multiply float32 as TF32 or bfloat16.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -247,8 +249,10 @@ def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple
 
     max_terms = TERMS if jax.default_backend() == "cpu" else TERMS_ELSEWHERE
     number, terms = math.prod(x.shape[:-2]), y.shape[-1] * math.prod(x.shape[-2:])
-    sizes = (size for size in range(1, number + 1) if number % size == 0)
-    size = max((size for size in sizes if size * terms <= max_terms), default=min(number, 1))
+    size = 1
+    if not is_symbolic(number * terms):
+        sizes = (size for size in range(1, number + 1) if number % size == 0)
+        size = max((size for size in sizes if size * terms <= max_terms), default=min(number, 1))
     if size == number:
         return part_cotangents((x, y, exponent, d_sums))
 
@@ -299,9 +303,9 @@ def running_sums(x: Array, axis: int, quantum: float) -> tuple[Array, Array, Arr
     of each are exact in float32, and so is their sum if it is below 2^24 quanta. The quantum is a
     power of two. Values below `smallest_term` are clipped to it. For at most 2^21 terms.
     """
-    if x.shape[axis] > 1 << 21:
+    if not is_symbolic(x.shape[axis]) and x.shape[axis] > MAX_TERMS:
         raise NotImplementedError(
-            f"decays of {x.shape[axis]:,} tokens: they are summed for at most {1 << 21:,}; split "
+            f"decays of {x.shape[axis]:,} tokens: they are summed for at most {MAX_TERMS:,}; split "
             "the sequence"
         )
     x = jnp.maximum(x, smallest_term(x.shape[axis], quantum))
@@ -320,6 +324,7 @@ def running_sums(x: Array, axis: int, quantum: float) -> tuple[Array, Array, Arr
 
 def smallest_term(length: int, quantum: float) -> float:
     """Return the least value that `running_sums` over this length represents."""
+    length = MAX_TERMS if is_symbolic(length) else length
     return -quantum * min(2.0**30, 2.0**40 / max(length, 1))
 
 

@@ -20,7 +20,7 @@ from heinsen_jax.ops.arguments import (
     without_padding,
 )
 from heinsen_jax.ops.devices import over_devices
-from heinsen_jax.ops.layout import fold_heads, unfold_heads
+from heinsen_jax.ops.layout import fold_heads, is_at_most, unfold_heads
 from heinsen_jax.ops.linear_recurrence import linear_recurrence
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.numerics import running_sums, safe_log, where_empty
@@ -203,9 +203,9 @@ def folded_attention(
     is_static = isinstance(offset, int)
     if implementation is None:
         length, sources = query.shape[2], key.shape[1]
-        is_dense = length * sources <= SMALL
+        is_dense = is_at_most(length * sources, SMALL)
         if not is_static:  # elsewhere, branches that skip tiles wait for the device
-            is_dense |= length < tiled.SIZE or jax.default_backend() != "cpu"
+            is_dense |= is_at_most(length, tiled.SIZE - 1) or jax.default_backend() != "cpu"
         implementation = "xla" if is_dense else "tiled"
     if implementation == "xla":
         return _dense(query, key, value, rule, ids, decays, bias, mask, offset)

@@ -8,8 +8,8 @@ running maximum m and the sum Z of exp(S - m). The backward pass recomputes the 
     P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y + d log Z),    dV = P^T dY
 
 The visible tiles are derived from a `Mask` at trace time. If the position of the queries among the
-keys is traced, as with a cache, blocks cover all tiles, and those without visible keys are skipped,
-except under `vmap` over that position.
+keys is traced, as with a cache, or the number of tokens is symbolic, blocks cover all tiles, and
+those without visible keys are skipped, except under `vmap` over that position.
 """
 
 import math
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from heinsen_jax.ops.layout import varying_like
+from heinsen_jax.ops.layout import is_symbolic, varying_like
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.numerics import share
 from heinsen_jax.typing import Array
@@ -80,6 +80,11 @@ class Problem:
     rows: int = SIZE
     columns: int = SIZE
     max_width: int | None = None
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the number of queries or keys is a symbolic dimension of `jax.export`."""
+        return is_symbolic(self.queries) or is_symbolic(self.keys)
 
     @property
     def tokens_axis(self) -> int:
@@ -206,14 +211,23 @@ def _over_blocks(problem: Problem, step, sums, tiles: _Tiles):
     sums = varying_like(sums, tiles)
 
     def add(sums, block: tuple[Array, Array]):
-        if problem.offset is None:
+        if problem.offset is None or problem.is_symbolic:
             is_any = jnp.any(_visible(problem, tiles, *block))
             return lax.cond(is_any, step, lambda sums, *_: sums, sums, *block), None
         return step(sums, *block), None
 
-    overhead = OVERHEAD if jax.default_backend() == "cpu" else OVERHEAD_ELSEWHERE
-    blocks = jax.tree.map(jnp.asarray, _visible_tiles(problem, overhead))
-    return lax.scan(add, sums, blocks)[0]
+    return lax.scan(add, sums, _blocks(problem))[0]
+
+
+def _blocks(problem: Problem) -> tuple[Array, Array]:
+    """Return the query tile of each block of scores `[blocks]`, and its key tiles `[blocks, B]`."""
+    if not problem.is_symbolic:
+        overhead = OVERHEAD if jax.default_backend() == "cpu" else OVERHEAD_ELSEWHERE
+        row, columns = _visible_tiles(problem, overhead)
+        return jnp.asarray(row), jnp.asarray(columns)
+    rows, columns = -(-problem.queries // problem.rows), -(-problem.keys // problem.columns)
+    block = jnp.arange(rows * columns)
+    return block // columns, (block % columns)[:, None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -232,7 +246,7 @@ def _forward(problem: Problem, tiles: _Tiles):
         return jax.tree.map(partial(_set_row, row), sums, (new, total, y))
 
     _, folds, _, value_depth = tiles.value.shape
-    shape = len(tiles.query), folds, tiles.query.shape[problem.tokens_axis]
+    shape = tiles.query.shape[0], folds, tiles.query.shape[problem.tokens_axis]
     zeros = jnp.zeros((*shape, 1), tiles.query.dtype)
     y = jnp.zeros((*shape, value_depth), tiles.query.dtype)
     log_bias = math.log(problem.bias) if problem.bias else -jnp.inf
@@ -335,7 +349,7 @@ def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
     if tiles.query_decay is not None and tiles.key_decay is not None:
         query_decay = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, PARTS)
         key_decay = _columns(tiles.key_decay, columns).reshape(
-            len(query), by_head.shape[3], by_head.shape[1], PARTS
+            query.shape[0], by_head.shape[3], by_head.shape[1], PARTS
         )
         key_decay = jnp.transpose(key_decay, (3, 0, 2, 1))[:, :, :, None]
         large, small, rest = jnp.moveaxis(query_decay, -1, 0) - key_decay

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.layout import nearly_equal_blocks
 from heinsen_jax.typing import Array
 
 
@@ -33,8 +34,7 @@ def scan_blocks(
       The last carry, and the outputs of all blocks concatenated on axis -2.
     """
     length = tokens[0].shape[-2]
-    num_blocks = max(1, -(-length // block_size))
-    block = -(-max(1, length) // num_blocks)
+    num_blocks, block = nearly_equal_blocks(max(length, 1), block_size)
     padding = num_blocks * block - length
 
     def pad(x: Array, is_key: bool) -> Array:

@@ -19,6 +19,7 @@ from heinsen_jax.ops.arguments import (
     segment_starts,
     valid_tokens,
 )
+from heinsen_jax.ops.layout import is_at_most
 from heinsen_jax.ops.log_attention import mosaic, reference, variants
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
@@ -111,7 +112,7 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
             window=window,
             log_decay=inputs.log_decay,
         )
-    elif arguments.is_causal and (window is None or window >= inputs.length):
+    elif arguments.is_causal and (window is None or is_at_most(inputs.length, window)):
         y, _, after = implementation.causal(masked, before, is_log=is_log)
     elif window is not None:
         y, after = variants.windowed(implementation, masked, before, window, is_log=is_log), before

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.ops.layout import unchunk, varying_like
+from heinsen_jax.ops.layout import is_symbolic, nearly_equal_blocks, unchunk, varying_like
 from heinsen_jax.ops.log_attention import exact, fast
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.state import read_all
@@ -130,20 +130,20 @@ class Chunked:
         block_size = self.block_size
         if block_size is None:
             tokens = BLOCK_ON_CPU
-            if not on_cpu:
+            if not on_cpu and not is_symbolic(math.prod(inputs.query.shape)):
                 batch, _, groups, heads, depth = inputs.query.shape
                 per_token = batch * groups * heads * (chunk_size + depth + inputs.value.shape[-1])
                 tokens = max(tokens, ELEMENTS_OF_BLOCK // max(per_token, 1))
             block_size = max(1, tokens // chunk_size) * chunk_size
-        num_blocks = max(1, -(-inputs.length // block_size))
+        num_blocks, block_size = nearly_equal_blocks(inputs.length, block_size, chunk_size)
         return Plan(
             form=fast.Form(
                 chunk_size,
                 is_half=self.matmul_dtype == "bfloat16",
                 parallel_scan=not on_cpu if self.parallel_scan is None else self.parallel_scan,
             ),
-            block_size=-(-inputs.length // (num_blocks * chunk_size)) * chunk_size,
-            remat=num_blocks > 1 if self.remat is None else self.remat,
+            block_size=block_size,
+            remat=num_blocks != 1 if self.remat is None else self.remat,
             is_log=is_log,
             budget=self.budget(inputs.key.dtype),
         )

@@ -229,7 +229,7 @@ def _scores_backward(residuals, d_scores: Array) -> tuple[Array, Array, Array, A
         d_product = d_scores * reciprocal(product)
         d_query = rows * matmul(d_product, jnp.swapaxes(columns, 1, 2))
         d_key = jnp.swapaxes(columns * matmul(jnp.swapaxes(rows, 1, 2), d_product), 1, 2)
-        d_from_start = jnp.sum(d_query.reshape(len(key), -1, *key.shape[1:]), 1) - d_key
+        d_from_start = jnp.sum(d_query.reshape(key.shape[0], -1, *key.shape[1:]), 1) - d_key
         return d_query, d_key, jnp.zeros_like(decay), d_from_start
 
     def from_terms(d_scores: Array) -> tuple[Array, Array, Array, Array]:

@@ -23,7 +23,9 @@ A chunk is a number of consecutive tokens whose weights are computed together. A
 of consecutive chunks that are processed in parallel; blocks are processed one after the other.
 """
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, dataclass_transform
 
@@ -31,6 +33,7 @@ import jax
 import numpy as np
 import pydantic
 from beartype import beartype
+from jax.export import register_namedtuple_serialization, register_pytree_node_serialization
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import (
     Bool,
@@ -68,6 +71,7 @@ __all__ = [
     "Shaped",
     "Values",
     "config_dataclass",
+    "exported_tuple",
     "pytree_dataclass",
     "typed",
 ]
@@ -117,6 +121,9 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
 
     Unlike with `jax.tree_util.register_dataclass`, JAX rebuilds instances without calling
     `__init__`: leaves may then be shardings, shapes or axes instead of arrays, and are not checked.
+
+    Functions of `jax.export` with such arguments or results can be serialized if the static fields
+    are JSON; import the module of the class before reading them.
     """
     made = dataclass(frozen=True)(cls)
     assert is_dataclass(made)
@@ -141,4 +148,19 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
         return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    with suppress(ValueError):  # after a reload of its module, the first class is kept
+        register_pytree_node_serialization(
+            cls,
+            serialized_name=f"{cls.__module__}.{cls.__qualname__}",
+            serialize_auxdata=lambda constants: json.dumps(constants).encode(),
+            deserialize_auxdata=lambda constants: tuple(json.loads(constants)),
+        )
+    return cls
+
+
+def exported_tuple(cls: type[T]) -> type[T]:
+    """Let `jax.export` serialize functions with this named tuple among arguments or results."""
+    with suppress(ValueError):
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        register_namedtuple_serialization(cls, serialized_name=name)
     return cls

@@ -24,7 +24,7 @@ from heinsen_jax.attention.parameters import (
 )
 from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
 from heinsen_jax.ops.mlstm import MLSTMState
-from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass
+from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass, exported_tuple
 
 OfHeads = Float[Array, "*B T N _"]
 HeadsAndStates: TypeAlias = tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]
@@ -93,6 +93,7 @@ class Gates(TypedDict, total=False):
     log_forget_gate: Float[Array, "*B T N"]
 
 
+@exported_tuple
 class MatrixStates(NamedTuple):
     """State of a layer.
 

@@ -12,9 +12,10 @@ from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.parameters import NORMS, LayerOptions, linear
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.sharding import constrain
-from heinsen_jax.typing import Array, Features, Float, Integer, PyTree
+from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, exported_tuple
 
 
+@exported_tuple
 class BlockState(NamedTuple):
     """State of a block.
 

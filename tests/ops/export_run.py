@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import heinsen_jax.ops  # noqa: F401  (registers the pytrees of states)
+import heinsen_jax.models  # noqa: F401  (registers the pytrees of states)
 
 for file in Path(sys.argv[1]).glob("*.exported"):
     exported = jax.export.deserialize(bytearray(file.read_bytes()))

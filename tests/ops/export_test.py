@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.export import export, symbolic_shape
 
 from heinsen_jax import ops
+from heinsen_jax.attention import mechanism, names
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from tests.multi_device.apart import start
 
 PLATFORMS = "cpu", "cuda", "tpu"
+pytest.importorskip("flatbuffers")  # the extra `export`
+
+OF_ONE_SEQUENCE = "l1", "l1_sparse", "additive"  # no symbolic batch
 PROGRAM = Path(__file__).with_name("export_run.py")
 HEADS, DEPTH = 2, 8
 SHORT_SHAPES = (2, 1), (1, 7), (2, 1100)
@@ -96,32 +102,38 @@ def draw(names: tuple[str, ...], batch: int, length: int) -> list[jax.Array]:
     return [one(index, name) for index, name in enumerate(names)]
 
 
-def save(folder: Path, name: str, case: Case) -> None:
+def save(folder: Path, name: str, function: Callable, abstract: list, examples: list, order=0):
+    exported = export(jax.jit(function), platforms=PLATFORMS)(*abstract)
+    (folder / f"{name}.exported").write_bytes(exported.serialize(vjp_order=order))
+    for index, args in enumerate(examples):
+        np.savez(folder / f"{name}.{index}.npz", *jax.tree.leaves(args))
+
+
+def results_of(folder: Path, name: str, index: int) -> list[np.ndarray]:
+    with np.load(folder / f"{name}.{index}.results") as results:
+        return [results[f"arr_{index}"] for index in range(len(results.files))]
+
+
+def save_case(folder: Path, name: str, case: Case) -> None:
     shape = symbolic_shape("b, t")
-    args = [jax.ShapeDtypeStruct((*shape, *ARRAYS[x][0]), ARRAYS[x][1]) for x in case.names]
-    exported = export(jax.jit(case), platforms=PLATFORMS)(*args)
-    (folder / f"{name}.exported").write_bytes(exported.serialize(vjp_order=case.has_gradient))
-    for batch, length in case.shapes:
-        np.savez(folder / f"{name}.{batch}x{length}.npz", *draw(case.names, batch, length))
+    abstract = [jax.ShapeDtypeStruct((*shape, *ARRAYS[x][0]), ARRAYS[x][1]) for x in case.names]
+    examples = [draw(case.names, *shape) for shape in case.shapes]
+    save(folder, name, case, abstract, examples, int(case.has_gradient))
 
 
-def check(folder: Path, name: str, case: Case) -> None:
+def check_case(folder: Path, name: str, case: Case) -> None:
     function = jax.jit(case)
-    for batch, length in case.shapes:
-        args = draw(case.names, batch, length)
-        expected = [function(*args)]
-        if case.has_gradient:
-            expected, pullback = jax.vjp(function, *args)
-            expected = [expected, *pullback(jnp.ones_like(expected))]
-        with np.load(folder / f"{name}.{batch}x{length}.results") as results:
-            errors = {
-                index: float(jnp.max(jnp.abs(results[f"arr_{index}"] - right)))
-                for index, right in enumerate(expected)
-                if right.dtype != jax.dtypes.float0
-            }
-            output, *gradients = (float(jnp.max(jnp.abs(expected[index]))) for index in errors)
-            assert errors.pop(0) <= 2e-6 * max(output, 1), length  # inputs are of size 1
-            assert max(errors.values(), default=0) <= 1e-5 * max(gradients, default=0), length
+    for index, shape in enumerate(case.shapes):
+        args = draw(case.names, *shape)
+        right, pullback = jax.vjp(function, *args) if case.has_gradient else (function(*args), None)
+        output, *gradients = results_of(folder, name, index)
+        limit = 2e-6 * max(jnp.max(jnp.abs(right)), 1)  # inputs are of size 1
+        assert jnp.max(jnp.abs(output - right)) <= limit, shape
+        if pullback is not None:
+            pairs = zip(gradients, pullback(jnp.ones_like(right)), strict=True)
+            pairs = [(x, y) for x, y in pairs if y.dtype != jax.dtypes.float0]
+            errors = [float(jnp.max(jnp.abs(x - y))) for x, y in pairs]
+            assert max(errors) <= 1e-5 * max(float(jnp.max(jnp.abs(y))) for _, y in pairs), shape
 
 
 def run_apart(folder: Path) -> None:
@@ -139,7 +151,64 @@ def run_apart(folder: Path) -> None:
 )
 def test_exported_ops_equal_ops(cases, tmp_path):
     for name, case in cases.items():
-        save(tmp_path, name, case)
+        save_case(tmp_path, name, case)
     run_apart(tmp_path)
     for name, case in cases.items():
-        check(tmp_path, name, case)
+        check_case(tmp_path, name, case)
+
+
+def log_attention_step(query, key, log_value, state):
+    return ops.log_attention(query, key, log_value, initial_state=state, return_state=True)
+
+
+def model_step(name: str) -> tuple[Callable, list, list]:
+    """A model's next-token function of (parameters, token, state), and its arguments."""
+    config = LanguageModelConfig(
+        vocab_size=64, model_dim=16, num_layers=2, num_heads=2, attention=name
+    )
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    graph, parameters = nnx.split(model)
+    leaves, structure = jax.tree.flatten(parameters)
+
+    def step(leaves, token, state):
+        model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        return model(token, state=state, return_state=True)
+
+    def arguments(batch):
+        state = jax.eval_shape(
+            lambda token: model.init_state(token.shape[:-1], capacity=8),
+            jax.ShapeDtypeStruct((*batch, 1), jnp.int32),
+        )
+        return [leaves, jax.ShapeDtypeStruct((*batch, 1), jnp.int32), state]
+
+    batch = () if name in OF_ONE_SEQUENCE else symbolic_shape("b")
+    state = model.init_state((3,) if batch else (), capacity=8)
+    token = jnp.arange(3, dtype=jnp.int32)[:, None] if batch else jnp.ones(1, jnp.int32)
+    _, state = model(token, state=state, return_state=True)
+    return step, arguments(batch), [leaves, token, state]
+
+
+def check_step(folder: Path, function: Callable, abstract: list, args: list) -> None:
+    save(folder, "step", function, abstract, [args])
+    run_apart(folder)
+    expected = jax.tree.leaves(jax.jit(function)(*args))
+    for x, y in zip(results_of(folder, "step", 0), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+
+
+def test_a_step_with_a_state(tmp_path):
+    args = draw(("query", "key", "value"), 3, 1)
+    _, state = ops.log_attention(*draw(("query", "key", "value"), 3, 5), return_state=True)
+    (batch,) = symbolic_shape("b")
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), [*args, state]
+    )
+    check_step(tmp_path, log_attention_step, abstract, [*args, state])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name", [name for name in names() if mechanism(name).capabilities.streaming]
+)
+def test_a_step_of_a_model(name, tmp_path):
+    check_step(tmp_path, *model_step(name))

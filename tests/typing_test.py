@@ -37,6 +37,14 @@ def test_a_static_field_is_no_argument_of_jit():
     assert int(jax.jit(lambda x: x.first.sum() * x.size)(Pair(jnp.ones(3), jnp.ones(1)))) == 6
 
 
+def test_exported_functions_of_a_pytree_are_serialized():
+    pytest.importorskip("flatbuffers")  # the extra `export`
+    exported = jax.export.export(jax.jit(lambda x: x))(Pair(jnp.zeros(3), jnp.ones(4), size=5))
+    read = jax.export.deserialize(exported.serialize())
+    assert read.in_tree == exported.in_tree
+    assert read.call(Pair(jnp.ones(3), jnp.ones(4), size=5)).size == 5
+
+
 @checked
 def test_shapes_of_a_state_are_checked_except_when_rebuilt_by_jax():
     keys, num_tokens = jnp.zeros((1, 4, 2, 8)), jnp.zeros((), jnp.int32)

@@ -153,7 +153,7 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
             cls,
             serialized_name=f"{cls.__module__}.{cls.__qualname__}",
             serialize_auxdata=lambda constants: json.dumps(constants).encode(),
-            deserialize_auxdata=json.loads,
+            deserialize_auxdata=lambda constants: tuple(json.loads(constants)),
         )
     return cls
 

@@ -17,7 +17,7 @@ WORKDIR /opt/heinsen_jax
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY heinsen_jax ./heinsen_jax
 COPY configs ./configs
-RUN pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+RUN pip install --no-cache-dir -c constraints.txt ".[train${EXTRAS:+,$EXTRAS}]"
 
 WORKDIR /work
 CMD ["python", "-m", "heinsen_jax.train", "--config", "quickstart"]

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from heinsen_jax.data import PretrainedTokenizer, start_ids
+from heinsen_jax import data
+from heinsen_jax.data import start_ids
 from heinsen_jax.errors import (
     UserError,
     command_line,
@@ -84,7 +85,7 @@ class Chat:
     def __post_init__(self) -> None:
         self.reset()
         self.tokenizer = tokenizer = self.engine.tokenizer
-        is_pretrained = isinstance(tokenizer, PretrainedTokenizer)
+        is_pretrained = isinstance(tokenizer, data.PretrainedTokenizer)
         self.template = tokenizer if is_pretrained and tokenizer.templates else None
         self.turns = 0
         self.saved: dict[Path, tuple[int, ...]] = {}  # files that /save may replace

@@ -25,6 +25,23 @@ LESS_MEMORY = (
     "--training.accumulation-steps, or --mesh.fsdp over more devices"
 )
 
+EXTRAS = {
+    "train": (
+        *("filelock", "grain", "matplotlib", "optax", "orbax", "tensorboardX", "tiktoken"),
+        *("tiktoken_ext", "tokenizers", "xxhash", "zstandard"),
+    ),
+    "datasets": ("datasets",),
+    "harness": ("lm_eval",),
+    "hub": ("huggingface_hub",),
+    "mlflow": ("mlflow",),
+    "parquet": ("pyarrow",),
+    "ray": ("ray",),
+    "trackio": ("trackio",),
+    "transformers": ("jinja2",),
+    "wandb": ("wandb",),
+}
+"""Modules that the package imports, by the extra of `pyproject.toml` that installs them."""
+
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_CONTROL}]")
 _UNPRINTABLE_IN_LINES = re.compile(f"(?![\\n\\t])[{_CONTROL}]")
@@ -45,6 +62,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 class UserError(ValueError):
     """Invalid input. The message is one line that names the field or file and the fix."""
+
+
+class MissingExtra(ImportError, UserError):
+    """A module is missing that an extra installs."""
 
 
 def printable(text: object, *, lines: bool = False) -> str:
@@ -114,6 +135,8 @@ def failure(error: BaseException) -> str | None:
     match error:
         case UserError():
             return text
+        case ImportError(name=name) if _extra_of(name):
+            return printable(without_extra(error))
         case MemoryError():
             return f"out of memory ({text}): {LESS_MEMORY}"
         case RecursionError():
@@ -213,26 +236,49 @@ def _one_line(
     print(f"warning: {printable(message)}", file=file or sys.stderr)
 
 
-def without_extra(missing: ImportError, extra: str, module: str) -> BaseException:
-    """The exception for a module whose extra is not installed; if the module is the program, print
-    one line and return SystemExit(2)."""
-    message = (
-        f"{missing}; install the extra, pip install 'heinsen_jax[{extra}]', or in a clone "
-        f"pip install -e '.[{extra}]'"
-    )
+def installation(extra: str) -> str:
+    """The commands that install an extra, for error messages."""
+    return f"pip install 'heinsen_jax[{extra}]', or in a clone pip install -e '.[{extra}]'"
+
+
+def _extra_of(module: str | None) -> str | None:
+    """The extra that installs a module, if any."""
+    top = (module or "").partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if top in modules), None)
+
+
+def without_extra(
+    missing: ImportError, module: str = "", extra: str | None = None
+) -> BaseException:
+    """The exception that names the extra of a missing module, for `raise ... from missing`.
+
+    Args:
+      missing: the error of the import.
+      module: the importing module; if it is the program, one line is printed.
+      extra: the extra if the missing module is not one of `EXTRAS`.
+
+    Returns:
+      A `MissingExtra`, or for the program SystemExit(2); or `missing`, if no extra is known.
+    """
+    error, extra = missing, _extra_of(missing.name) or extra
+    if extra is None:
+        return missing
+    if not isinstance(missing, MissingExtra):
+        message = f"{missing}; install the extra, {installation(extra)}"
+        error = MissingExtra(message, name=missing.name)
     if module != "__main__":
-        return ImportError(message)
-    print(f"error: {message}", file=sys.stderr)
+        return error
+    print(f"error: {error}", file=sys.stderr)
     return SystemExit(2)
 
 
 def extra_module(name: str) -> ModuleType:
-    """Import a module that needs an extra.
+    """Import a module that may need an extra.
 
     Raises:
-      UserError: the extra is not installed.
+      MissingExtra: the extra is not installed.
     """
     try:
         return importlib.import_module(name)
     except ImportError as missing:
-        raise UserError(str(missing)) from missing
+        raise without_extra(missing, extra=_extra_of(name)) from missing

@@ -4,7 +4,6 @@ python -m heinsen_jax.evaluate --workdir runs/quickstart [--data CORPUS]
 python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--include-path FOLDER]
 """
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,17 @@ from typing import cast
 
 from heinsen_jax import data as text
 from heinsen_jax.config.load import load_config
-from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
+from heinsen_jax.data import DataConfig, Dataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
-from heinsen_jax.data.text import load_text
-from heinsen_jax.errors import UserError, command_line, printable
+from heinsen_jax.errors import (
+    MissingExtra,
+    UserError,
+    command_line,
+    extra_module,
+    printable,
+    without_extra,
+)
 from heinsen_jax.generate.options import check_count
-from heinsen_jax.objectives.documents import resolve_documents
-from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runs.record import CONFIG_FILE
@@ -27,6 +30,13 @@ from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.runtime.signals import exit_immediately
 from heinsen_jax.typing import config_dataclass
+
+try:
+    from heinsen_jax.data.text import TokenDataset, load_text
+    from heinsen_jax.objectives.documents import resolve_documents
+    from heinsen_jax.objectives.evaluation import evaluate_model
+except ImportError as missing:
+    raise without_extra(missing, __name__) from missing
 
 
 @config_dataclass
@@ -168,8 +178,8 @@ def _check_tokenizer(
 
 def _run_tasks(options: Options) -> None:
     try:  # imported on request, since it is an extra
-        harness = importlib.import_module("heinsen_jax.interop.harness")
-    except ImportError as error:
+        harness = extra_module("heinsen_jax.interop.harness")
+    except MissingExtra as error:
         raise UserError(f"--tasks: {error}") from error
     model = {"workdir": options.workdir, "latest": options.latest}
     results = harness.run_tasks(

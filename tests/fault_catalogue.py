@@ -1342,7 +1342,7 @@ INTEROP_FAULTS = {
         ("tests/interop/hub_test.py",),
     ),
     "rotated features in another order": Fault(
-        "heinsen_jax/interop/transformers/tensors.py",
+        "heinsen_jax/interop/tensors.py",
         "pairs = np.arange(self.rotated).reshape(2, -1).T.ravel()",
         "pairs = np.arange(self.rotated)",
         ("tests/interop/tensors_test.py",),
@@ -1384,13 +1384,13 @@ INTEROP_FAULTS = {
         ("tests/faults/harness_test.py",),
     ),
     "parameters that leave the memory of the host": Fault(
-        "heinsen_jax/interop/transformers/__init__.py",
+        "heinsen_jax/interop/transformers/pretrained.py",
         "np.asarray if on_host else jnp.asarray",
         "jnp.asarray",
         ("tests/interop/transformers_test.py",),
     ),
     "an export in another dtype than its original": Fault(
-        "heinsen_jax/interop/transformers/__init__.py",
+        "heinsen_jax/interop/transformers/pretrained.py",
         'dtype or others.get("dtype") or others.get("torch_dtype") or "float32"',
         'dtype or "float32"',
         ("tests/interop/transformers_test.py",),

@@ -9,8 +9,7 @@ from typing import TypeVar
 import pydantic
 
 from heinsen_jax.data import DataConfig
-from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
-from heinsen_jax.data.tokenizers import has_name
+from heinsen_jax.data.tokenizer_protocol import TOKENIZER_FILE, has_name
 from heinsen_jax.errors import UserError, check_regular, explain, parse_json
 from heinsen_jax.models.pattern import with_layers
 from heinsen_jax.runs.record import CONFIG_FILE

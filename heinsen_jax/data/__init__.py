@@ -26,15 +26,13 @@ if TYPE_CHECKING:
         TaskDataset,
     )
     from heinsen_jax.data.text import TokenDataset, TokenSource
+    from heinsen_jax.data.tokenizer_protocol import Tokenizer, start_ids, stop_ids
     from heinsen_jax.data.tokenizers import (
         END_OF_TEXT,
         PretrainedTokenizer,
-        Tokenizer,
         get_tokenizer,
         load_tokenizer,
         save_tokenizer,
-        start_ids,
-        stop_ids,
     )
 
 __all__ = [
@@ -73,6 +71,7 @@ __getattr__ = attributes(
     __name__,
     __all__,
     (
+        "tokenizer_protocol",
         "tokenizers",
         "corpora",
         "manifest",

@@ -11,12 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heinsen_jax.errors import UserError, without_extra
+import jinja2
 
-try:
-    import jinja2
-except ImportError as missing:
-    raise without_extra(missing, "transformers", __name__) from missing
+from heinsen_jax.errors import UserError
 
 MAX_SECONDS = 5.0
 """Time limit of rendering, in seconds, after which its process is killed."""

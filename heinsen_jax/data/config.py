@@ -11,7 +11,7 @@ from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.manifest import MANIFEST_FILE
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.tasks import AnyTask, Task
-from heinsen_jax.data.tokenizers import has_name
+from heinsen_jax.data.tokenizer_protocol import has_name
 from heinsen_jax.errors import UserError
 from heinsen_jax.runtime.arguments import Form
 from heinsen_jax.storage.buckets import absolute_path

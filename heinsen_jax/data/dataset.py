@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 
-from heinsen_jax.data.tokenizers import Tokenizer
+from heinsen_jax.data.tokenizer_protocol import Tokenizer
 from heinsen_jax.typing import Array
 
 

@@ -8,14 +8,11 @@ import re
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, Streamed, kind_of, with_splits
-from heinsen_jax.errors import UserError, explain, without_extra
+import fsspec
+from datasets import load_dataset_builder
 
-try:
-    import fsspec
-    from datasets import load_dataset_builder
-except ImportError as missing:
-    raise without_extra(missing, "datasets", __name__) from missing
+from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, Streamed, kind_of, with_splits
+from heinsen_jax.errors import UserError, explain
 
 _NAME = re.compile(r"hf://(?:datasets/)?([^/:]+/[^/:]+)(?:/([^:]+))?(?::(.+))?")
 _TEXT = re.compile(r"(?i)\.(txt|md)(\.(gz|zst|zstd))?$")

@@ -3,13 +3,10 @@
 import io
 from collections.abc import Iterator
 
-from heinsen_jax.errors import UserError, without_extra
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ImportError as missing:
-    raise without_extra(missing, "parquet", __name__) from missing
+from heinsen_jax.errors import UserError
 
 ROWS = 1024  # rows that are decoded in one call
 

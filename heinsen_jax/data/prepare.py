@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pydantic
-import tiktoken
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.inputs import HUB, ensure_local, hashed_sources, sources_by_input
@@ -38,27 +37,32 @@ from heinsen_jax.data.sources import (
     SplitName,
     TextKind,
 )
-from heinsen_jax.data.tokenizers import (
-    Tokenizer,
-    get_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-    saved_name,
-)
-from heinsen_jax.data.units import (
-    SplitRule,
-    Unit,
-    document_start,
-    plan_units,
-    process_unit,
-    read_record,
-)
-from heinsen_jax.errors import UserError, check_regular, command_line, printable
+from heinsen_jax.data.tokenizer_protocol import Tokenizer, has_name
+from heinsen_jax.errors import UserError, check_regular, command_line, printable, without_extra
 from heinsen_jax.runtime import on_ray
 from heinsen_jax.runtime.arguments import POSITIONAL, parse
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import byte_progress, joint_hash
-from heinsen_jax.storage.locks import LOCK_FILE, locked
+from heinsen_jax.storage.owners import LOCK_FILE
+
+try:
+    from heinsen_jax.data.tokenizers import (
+        get_tokenizer,
+        load_tokenizer,
+        save_tokenizer,
+        saved_name,
+    )
+    from heinsen_jax.data.units import (
+        SplitRule,
+        Unit,
+        document_start,
+        plan_units,
+        process_unit,
+        read_record,
+    )
+    from heinsen_jax.storage.locks import locked
+except ImportError as missing:
+    raise without_extra(missing, __name__) from missing
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
 FEW_DOCUMENTS = 5
@@ -168,7 +172,7 @@ def _split_rule(
 
 def _tokenizer(name: str, output: Path) -> Tokenizer:
     """Load a tokenizer by name, without the network if `output` has it already."""
-    is_published = name in tiktoken.list_encoding_names()
+    is_published = name != "bytes" and has_name(name)
     if is_published and saved_name(output) == name:
         return load_tokenizer(output)
     return get_tokenizer(name)

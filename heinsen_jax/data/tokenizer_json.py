@@ -12,11 +12,9 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
+from heinsen_jax.data.tokenizer_protocol import SETTINGS_FILE, TOKENIZER_FILE
 from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
 from heinsen_jax.storage.files import write_atomically
-
-TOKENIZER_FILE = "tokenizer.json"
-SETTINGS_FILE = "tokenizer_config.json"
 
 ENDS_OF_TEXT = {
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]"),

@@ -10,22 +10,25 @@ that it is never downloaded again.
 """
 
 import difflib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-import numpy as np
 import tiktoken
 
 from heinsen_jax.data.tokenizer_json import (
-    SETTINGS_FILE,
-    TOKENIZER_FILE,
     JsonTokenizer,
     read_json,
     read_optional_json,
     tokenizer_of_json,
 )
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
+from heinsen_jax.data.tokenizer_protocol import (
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    has_name,
+    start_ids,
+    stop_ids,
+)
 from heinsen_jax.data.tokenizer_tiktoken import (
     END_OF_TEXT,
     SUFFIX,
@@ -41,6 +44,7 @@ __all__ = [
     "PretrainedTokenizer",
     "Tokenizer",
     "get_tokenizer",
+    "has_name",
     "load_tokenizer",
     "save_tokenizer",
     "saved_name",
@@ -49,52 +53,6 @@ __all__ = [
     "tokenizer_name",
     "tokenizer_version",
 ]
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Conversion of text to token ids and back."""
-
-    @property
-    def name(self) -> str:
-        """Name in records and messages."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids; some of them may have no token."""
-        ...
-
-    @property
-    def end_of_text_id(self) -> int:
-        """The token after each document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines token ids; not of the name."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Encode a text; special tokens in it are treated like any other text."""
-        ...
-
-    def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode a text, faster than `encode`, into an array of unsigned integers."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode tokens; invalid UTF-8 becomes the replacement character."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 of a token within a text, perhaps a part of a character; the replacement
-        character for an id without a token."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write files to a folder for `load_tokenizer`."""
-        ...
 
 
 def get_tokenizer(name: str) -> Tokenizer:
@@ -129,11 +87,6 @@ def get_tokenizer(name: str) -> Tokenizer:
         f"tokenizer {name!r} is unknown: {hint}choose one of bytes, {', '.join(names)}, "
         f"or the path of a {SUFFIX} file, of a {TOKENIZER_FILE} or of a folder that has one"
     )
-
-
-def has_name(name: str) -> bool:
-    """Whether this is the name of a known tokenizer, and not a path."""
-    return name == "bytes" or name in tiktoken.list_encoding_names()
 
 
 def tokenizer_name(name: str) -> str:
@@ -180,19 +133,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         case {"heinsen_jax": {"is_pretrained": True}}:
             return PretrainedTokenizer.load(folder)
     return JsonTokenizer.load(folder)
-
-
-def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens before each document, such as <s>, that a pretrained model expects; none for other
-    models."""
-    return tokenizer.start_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-
-
-def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end generation: the end of text, and others that a pretrained model has, such
-    as the end of a message."""
-    is_pretrained = isinstance(tokenizer, PretrainedTokenizer)
-    return tokenizer.stop_ids if is_pretrained else (tokenizer.end_of_text_id,)
 
 
 def saved_name(folder: str | Path) -> str | None:

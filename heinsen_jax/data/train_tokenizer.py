@@ -13,18 +13,24 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from heinsen_jax.data.documents import read_documents
 from heinsen_jax.data.inputs import ensure_local, sources_by_input
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source
-from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE, JsonTokenizer, as_json
-from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
-from heinsen_jax.errors import UserError, command_line, printable
+from heinsen_jax.data.tokenizer_protocol import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer
+from heinsen_jax.errors import UserError, command_line, printable, without_extra
 from heinsen_jax.runtime.arguments import POSITIONAL, parse
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import byte_progress, storage_errors, write_atomically
+
+try:
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    from heinsen_jax.data.documents import read_documents
+    from heinsen_jax.data.tokenizer_json import JsonTokenizer, as_json
+    from heinsen_jax.data.tokenizers import END_OF_TEXT, tokenizer_name
+except ImportError as missing:
+    raise without_extra(missing, __name__) from missing
 
 SMALLEST = 257  # the bytes and the end of text
 

@@ -20,20 +20,10 @@ import numpy as np
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.data import start_ids
-from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.states import select_rows
-from heinsen_jax.interop.harness_batches import (
-    SMALLEST,
-    batches,
-    padded,
-    padded_row,
-    windows,
-)
-from heinsen_jax.interop.harness_options import generation_options, positive_or_auto
-from heinsen_jax.interop.harness_texts import HarnessTexts
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.runs.load import load_text_run
 from heinsen_jax.typing import JSON
@@ -45,8 +35,19 @@ try:
     from lm_eval.result_schema import EvalResults
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+    from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
+    from heinsen_jax.interop.harness_batches import (
+        SMALLEST,
+        batches,
+        padded,
+        padded_row,
+        windows,
+    )
+    from heinsen_jax.interop.harness_options import generation_options, positive_or_auto
+    from heinsen_jax.interop.harness_texts import HarnessTexts
 except ImportError as missing:
-    raise without_extra(missing, "harness", __name__) from missing
+    raise without_extra(missing, __name__) from missing
 
 BATCH_SIZE = 16
 CHUNK = 512  # tokens of a document per forward pass

@@ -5,14 +5,10 @@ from collections.abc import Mapping
 from typing import Any, Required, TypedDict, TypeVar, cast
 
 import jax
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-from heinsen_jax.errors import UserError, without_extra
+from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, Key
-
-try:
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-except ImportError as missing:
-    raise without_extra(missing, "harness", __name__) from missing
 
 ALIASES = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
 NEUTRAL: Mapping[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}

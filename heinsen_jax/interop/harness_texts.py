@@ -6,16 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from lm_eval.api.model import TemplateLM
+
 from heinsen_jax.data import start_ids
 from heinsen_jax.data.tokenizer_pretrained import DEFAULT, PretrainedTokenizer
-from heinsen_jax.data.tokenizers import Tokenizer
-from heinsen_jax.errors import UserError, without_extra
+from heinsen_jax.data.tokenizer_protocol import Tokenizer
+from heinsen_jax.errors import UserError
 from heinsen_jax.typing import JSON
-
-try:
-    from lm_eval.api.model import TemplateLM
-except ImportError as missing:
-    raise without_extra(missing, "harness", __name__) from missing
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 import pydantic
 from flax import nnx
 
-from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.config import MODEL
-from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
-from heinsen_jax.data.tokenizers import has_name
+from heinsen_jax.data.tokenizer_protocol import TOKENIZER_FILE, Tokenizer, has_name
 from heinsen_jax.errors import UserError, command_line, parse_json, printable, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
@@ -39,8 +37,10 @@ from heinsen_jax.typing import JSON, Array, config_dataclass
 try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from heinsen_jax.data import save_tokenizer
 except ImportError as missing:
-    raise without_extra(missing, "hub", __name__) from missing
+    raise without_extra(missing, __name__) from missing
 
 __all__ = ["card", "from_pretrained", "push", "save_pretrained"]
 

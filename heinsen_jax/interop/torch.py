@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
-from heinsen_jax.interop.transformers.tensors import DENSE, SAME, Names, entries
+from heinsen_jax.interop.tensors import DENSE, SAME, Names, entries
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.weights import check_finite, reading_arrays

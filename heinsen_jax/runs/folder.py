@@ -16,9 +16,9 @@ from pathlib import Path
 
 from etils import epath
 
-from heinsen_jax.errors import UserError, check_regular
+from heinsen_jax.errors import UserError, check_regular, extra_module
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, newest_saved, read_config
-from heinsen_jax.storage import buckets, locks
+from heinsen_jax.storage import buckets
 from heinsen_jax.storage.buckets import AnyPath, move
 from heinsen_jax.storage.files import free_name, storage_errors
 
@@ -128,6 +128,7 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Context manager that locks the folder against other processes."""
+        locks = extra_module("heinsen_jax.storage.locks")
         lock = locks.locked(self.files) if self.remote is None else buckets.locked(self.remote)
         with lock:
             self.fetch()  # again: the previous owner may have changed files until now

@@ -8,11 +8,11 @@ import jax
 import pydantic
 from flax import nnx
 
-from heinsen_jax.data import Tokenizer, load_tokenizer
-from heinsen_jax.errors import UserError, explain
+from heinsen_jax import data
+from heinsen_jax.data import Tokenizer
+from heinsen_jax.errors import UserError, explain, extra_module
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.checkpoints import CheckpointReader
 from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, Sections, newest_saved, read_config
 from heinsen_jax.runs.weights import has_weights, load_weights
@@ -48,7 +48,21 @@ def load_run(
       UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
     with open_run(workdir) as run:
-        return _loaded(run, best, on_host)
+        model, step, config = _loaded(run, best, on_host)
+        is_task = "task" in config["data"]
+        return model, None if is_task else data.load_tokenizer(run.files), step
+
+
+def load_model(
+    workdir: str | Path, *, best: bool = True, on_host: bool = False
+) -> tuple[LanguageModel, int]:
+    """`load_run` without the tokenizer, whose library need not be installed.
+
+    Raises:
+      UserError: as `load_run`.
+    """
+    with open_run(workdir) as run:
+        return _loaded(run, best, on_host)[:2]
 
 
 def load_architecture(workdir: str | Path) -> LanguageModelConfig:
@@ -74,9 +88,8 @@ def _architecture(run: RunFolder) -> tuple[LanguageModelConfig, Sections]:
         raise UserError(f"{run.files / CONFIG_FILE}: model.{explain(error)}") from None
 
 
-def _loaded(
-    run: RunFolder, best: bool, on_host: bool
-) -> tuple[LanguageModel, Tokenizer | None, int]:
+def _loaded(run: RunFolder, best: bool, on_host: bool) -> tuple[LanguageModel, int, Sections]:
+    """The model, its step, and the whole configuration."""
     workdir = run.files
     model, config = _architecture(run)
     graph, abstract = nnx.split(LanguageModel.abstract(model))
@@ -92,9 +105,7 @@ def _loaded(
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
         parameters = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    is_task = "task" in config["data"]
-    tokenizer = None if is_task else load_tokenizer(workdir)
-    return nnx.merge(graph, parameters), tokenizer, step
+    return nnx.merge(graph, parameters), step, config
 
 
 def load_text_run(
@@ -118,7 +129,7 @@ def _load_checkpoint(
 ) -> tuple[nnx.State, int]:
     """Load the parameters, or their average, by the name in `TrainState`, and the step of a run's
     best (or latest) checkpoint."""
-    checkpoints = CheckpointReader(run)
+    checkpoints = extra_module("heinsen_jax.runs.checkpoints").CheckpointReader(run)
     step = checkpoints.best_step() if best else checkpoints.latest_step()
     checkpoints.check_lost("bring one back, or train it again")
     if step is None:

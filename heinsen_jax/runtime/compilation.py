@@ -7,9 +7,10 @@ import platform
 import warnings
 from pathlib import Path
 
-import filelock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from heinsen_jax.errors import extra_module
 
 MAX_BYTES = 2 << 30
 LOCK_FILE = ".lockfile"  # JAX's, for caches of limited size
@@ -57,6 +58,7 @@ def cache_compilations(folder: str | Path | None = None) -> None:
 def _remove_incomplete(folder: Path) -> None:
     """Remove entries that a killed process has not completed: JAX writes the time of access last,
     and without it would warn at every further entry, instead of writing it."""
+    filelock = extra_module("filelock")
     with (
         contextlib.suppress(filelock.Timeout, OSError),  # some file systems have no locks
         filelock.FileLock(folder / LOCK_FILE, timeout=10),

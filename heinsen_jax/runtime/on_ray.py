@@ -1,10 +1,9 @@
 """Calls of a function as tasks of a Ray cluster. Needs the extra `ray`."""
 
-import importlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import MissingExtra, UserError, extra_module, installation
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -29,12 +28,9 @@ def calls(
       UserError: Ray is not installed.
     """
     try:
-        ray = importlib.import_module("ray")  # here, since Ray is slow to import, and optional
-    except ModuleNotFoundError:
-        raise UserError(
-            "executor ray: Ray is not installed; in a clone of this package, "
-            "pip install -e '.[ray]'"
-        ) from None
+        ray = extra_module("ray")  # here, since Ray is slow to import, and optional
+    except MissingExtra:
+        raise UserError(f"executor ray: Ray is not installed; {installation('ray')}") from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     task = ray.remote(max_retries=RETRIES, **needs)(function)

@@ -19,9 +19,8 @@ import fsspec
 from etils import epath
 from fsspec.config import conf
 
-from heinsen_jax.errors import UserError, converting, parse_json, printable
-from heinsen_jax.storage import locks
-from heinsen_jax.storage.locks import LOCK_FILE
+from heinsen_jax.errors import UserError, converting, installation, parse_json, printable
+from heinsen_jax.storage.owners import LOCK_FILE, describe_owner, in_use, owner
 
 # Other processes write, so listings are not cached. `epath` keeps the file system of its first use,
 # which is after this import, unless a program has used `epath` for buckets before.
@@ -90,8 +89,7 @@ def bucket_path(url: str, field: str) -> epath.Path:
         file_system()
     except ImportError:
         raise UserError(
-            f"{field} {url}: buckets need the extra gcs; pip install 'heinsen_jax[gcs]', or in a "
-            "clone pip install -e '.[gcs]'"
+            f"{field} {url}: buckets need the extra gcs; {installation('gcs')}"
         ) from None
     return epath.Path(f"{SCHEME}{bucket}/{folder}")
 
@@ -192,7 +190,7 @@ class _Lock:
     def __init__(self, folder: epath.Path) -> None:
         self._folder, self._path = folder, str(folder / LOCK_FILE)
         self._id = uuid.uuid4().hex
-        self._owner = locks.owner() | {"id": self._id, "processes": _process_namespace()}
+        self._owner = owner() | {"id": self._id, "processes": _process_namespace()}
 
     def acquire(self) -> None:
         if (content := self._read()) is not None:
@@ -201,13 +199,13 @@ class _Lock:
         try:
             self._write("create")  # fails if another process has created it since
         except FileExistsError:
-            raise locks.in_use(self._folder, self._read() or {}) from None
+            raise in_use(self._folder, self._read() or {}) from None
 
     def _wait_until_abandoned(self, content: dict[str, Any]) -> None:
         is_here = all(content.get(name) == self._owner[name] for name in ("host", "processes"))
         if is_here and not _is_running(content["pid"]):
             return
-        message = printable(f"{self._folder} may be in use by {locks.describe_owner(content)}")
+        message = printable(f"{self._folder} may be in use by {describe_owner(content)}")
         limit = f"up to {ABANDONED_AFTER:g} s"
         print(f"{message}: waiting for its next sign, {limit}", file=sys.stderr)
         deadline = time.monotonic() + ABANDONED_AFTER
@@ -216,7 +214,7 @@ class _Lock:
             if (now := self._read()) is None:
                 return
             if now != content:
-                raise locks.in_use(self._folder, now)
+                raise in_use(self._folder, now)
 
     def renew(self, released: threading.Event) -> None:
         """Renew the lock until it is released."""

@@ -3,20 +3,17 @@
 import contextlib
 import errno
 import json
-import os
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from heinsen_jax.errors import UserError, parse_json, printable
+from heinsen_jax.storage.owners import LOCK_FILE, describe_owner, in_use, owner
 
-LOCK_FILE = ".lock"
 WITHOUT_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 """Error codes of file systems without locks."""
 
@@ -72,25 +69,3 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 def _read_owner(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
         return parse_json(path.read_bytes())
-
-
-def owner() -> dict[str, Any]:
-    """The content of a lock that names this process as its owner."""
-    start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
-
-
-def describe_owner(content: Any) -> str:
-    """Describe the owner of a lock, whose content may be damaged."""
-    try:
-        return f"process {content['pid']} on {content['host']}, since {content['start']}"
-    except (KeyError, TypeError):
-        return "another process"
-
-
-def in_use(folder: os.PathLike[str], content: Any) -> UserError:
-    """The error for a folder whose lock another process holds."""
-    return UserError(
-        f"{folder} is in use by {describe_owner(content)}; wait until it ends, stop it, or choose "
-        "another folder"
-    )

@@ -1,8 +1,8 @@
 """Plot of the losses of a run."""
 
-import importlib
 from pathlib import Path
 
+from heinsen_jax.errors import extra_module
 from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.storage.files import storage_errors
 
@@ -12,7 +12,7 @@ PLOT_FILE = "loss.png"
 def plot_losses(workdir: Path) -> Path:
     """Plot training and validation loss into the run's folder."""
     rows = read_metrics(workdir)
-    figures = importlib.import_module("matplotlib.figure")  # which takes long
+    figures = extra_module("matplotlib.figure")  # which takes long
     figure = figures.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, style in (("train/loss", "-"), ("validation/loss", "o-")):

@@ -1,13 +1,12 @@
 """The trackers of `training.trackers`. Each needs the extra of its name."""
 
-import importlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-from heinsen_jax.errors import UserError, without_extra
+from heinsen_jax.errors import MissingExtra, UserError, extra_module
 from heinsen_jax.training.trackers import Status, TrackedRun, Tracker
 
 MLFLOW_STATUS: dict[Status, str] = {
@@ -24,10 +23,9 @@ class _Service:
 
     def __init__(self):
         try:
-            self._library: Any = importlib.import_module(self.name)
-        except ImportError as missing:
-            reason = without_extra(missing, self.name, __name__)
-            raise UserError(f"training.trackers: {reason}") from missing
+            self._library: Any = extra_module(self.name)
+        except MissingExtra as missing:
+            raise UserError(f"training.trackers: {missing}") from missing
 
 
 class Wandb(_Service):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heinsen_jax.interop.transformers.tensors import INTERLEAVED, SEPARATE, THIRDS, Heads
+from heinsen_jax.interop.tensors import INTERLEAVED, SEPARATE, THIRDS, Heads
 
 HEADS = Heads(num_heads=2, num_kv_heads=1, depth=6, rotated=4)
 EQUAL = Heads(num_heads=2, num_kv_heads=2, depth=2, rotated=0)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 from heinsen_jax.errors import command_line, printable
-from heinsen_jax.interop.transformers import StoredDtype, import_model, to_pretrained
+from heinsen_jax.interop import transformers
+from heinsen_jax.interop.transformers.checkpoint import StoredDtype
 from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runtime.arguments import Form, only, parse_command
 from heinsen_jax.typing import config_dataclass
@@ -49,7 +50,7 @@ def main() -> None:
     prog = "python -m heinsen_jax.interop.transformers"
     match parse_command(commands, prog=prog, description=__doc__):
         case ImportOptions() as options:
-            folder = import_model(
+            folder = transformers.import_model(
                 options.model,
                 options.workdir,
                 revision=options.revision,
@@ -58,7 +59,7 @@ def main() -> None:
             print(printable(f"imported into {folder}"))
         case ExportOptions() as options:
             model, tokenizer, _ = load_run(options.workdir, best=not options.latest, on_host=True)
-            folder = to_pretrained(
+            folder = transformers.to_pretrained(
                 model, options.output, tokenizer=tokenizer, like=options.like, dtype=options.dtype
             )
             print(printable(f"exported to {folder}"))

@@ -5,13 +5,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from safetensors import safe_open
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.transformers.tensors import Names
+from heinsen_jax.interop.tensors import Names
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.runs.weights import (
     INDEX_FILE,
@@ -24,6 +24,7 @@ from heinsen_jax.runs.weights import (
 
 FETCH_AGAIN = "fetch it again"
 DTYPES = "F32", "F16", "BF16"
+StoredDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 """Constants that earlier versions saved with the weights."""
 

@@ -1,0 +1,250 @@
+"""Conversion of pretrained models of the library transformers, in both directions."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from heinsen_jax.data import DataConfig, Tokenizer, save_tokenizer, start_ids, stop_ids
+from heinsen_jax.data.config import MODEL
+from heinsen_jax.data.tokenizer_files import (
+    ADDED_TOKENS_FILE,
+    GENERATION_FILE,
+    SPECIAL_TOKENS_FILE,
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
+)
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
+from heinsen_jax.errors import UserError, explain, extra_module
+from heinsen_jax.interop.tensors import NAMES, Names, entries
+from heinsen_jax.interop.transformers.checkpoint import Checkpoint, StoredDtype, check_format
+from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
+from heinsen_jax.interop.transformers.matching import family_for
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runs.weights import SHARD_BYTES, save_weights
+from heinsen_jax.storage.buckets import local_path
+from heinsen_jax.storage.files import check_new_folder, filling
+from heinsen_jax.typing import JSON
+
+__all__ = ["from_pretrained", "import_model", "to_pretrained"]
+
+TRANSFORMERS_CONFIG = "config.json"
+FETCHED = (TRANSFORMERS_CONFIG, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
+FETCHED += (GENERATION_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
+FETCHED += (TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
+
+
+def from_pretrained(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    on_host: bool = False,
+    allow_nonfinite: bool = False,
+) -> tuple[LanguageModel, PretrainedTokenizer | None]:
+    """Load a model of transformers and its tokenizer.
+
+    Args:
+      name: a folder with `config.json` and `.safetensors`, or `owner/name` of a repository of the
+        hub.
+      revision: branch, tag or commit of the repository.
+      on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
+        on its first device.
+      allow_nonfinite: whether weights may be NaN or infinite.
+
+    Returns:
+      The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
+      The tokenizer ends documents with the `eos_token` of `tokenizer_config.json`, and has the
+      methods `apply_chat_template` and `encode_with_special_tokens`. Generation stops at any id in
+      `eos_token_id` of `generation_config.json`, or else of `config.json`.
+
+    Raises:
+      UserError: the model is unsupported; or a file is missing, damaged, or does not match the
+        others. Files are checked before weights are read.
+    """
+    folder = Path(name)
+    if folder.is_file() or (folder.is_dir() and not (folder / TRANSFORMERS_CONFIG).exists()):
+        check_format(folder)
+    if not folder.is_dir():
+        folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
+    path = folder / TRANSFORMERS_CONFIG
+    fields = read_json(path)
+    family = family_of(fields, path)
+    try:
+        config = family.to_model()
+        config.abstract_layers()  # refuses sizes that do not fit
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{path}: {explain(error)}; correct that file") from None
+    tokenizer = pretrained_tokenizer(folder, Path(name).name)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
+            f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
+        )
+    names = NAMES[family.model_type]
+    checkpoint = Checkpoint(folder, names, allow_nonfinite=allow_nonfinite)
+    checkpoint.check_sizes(config)
+    if config.tie_embeddings:
+        checkpoint.check_tied()
+    return _loaded(checkpoint, names, config, on_host), tokenizer
+
+
+def _loaded(
+    checkpoint: Checkpoint, names: Names, config: LanguageModelConfig, on_host: bool
+) -> LanguageModel:
+    graph, state = nnx.split(LanguageModel.abstract(config))
+    leaves = flatten_with_names(state)
+    checkpoint.check_count({name: x.shape for name, x in leaves.items()})
+    parameters = entries(names, config, leaves)
+    checkpoint.check({k: v for x in parameters for k, v in x.shapes(leaves[x.path].shape)})
+    to_array = np.asarray if on_host else jnp.asarray
+    values = [to_array(x.load(leaves[x.path], checkpoint.read)) for x in parameters]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
+
+
+def import_model(
+    name: str | Path,
+    workdir: str | Path,
+    *,
+    revision: str | None = None,
+    allow_nonfinite: bool = False,
+) -> Path:
+    """Write the configuration, the weights and the tokenizer of a model of transformers to a new
+    folder, which the commands of this package accept as `--workdir`.
+
+    The optimizer of its configuration is one for further training: AdamW with learning rates up to
+    5e-5.
+
+    Args:
+      name: a folder, or `owner/name` of a repository of the hub, as for `from_pretrained`.
+      workdir: a new or empty folder.
+      revision: branch, tag or commit of the repository.
+      allow_nonfinite: whether weights may be NaN or infinite.
+
+    Returns:
+      The folder.
+
+    Raises:
+      UserError: as `from_pretrained`; or the model has no `tokenizer.json`, or the folder is not
+        empty.
+    """
+    output = local_path(workdir, "--workdir")
+    check_new_folder(output)
+    model, tokenizer = from_pretrained(
+        name, revision=revision, on_host=True, allow_nonfinite=allow_nonfinite
+    )
+    if tokenizer is None:
+        raise UserError(
+            f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "
+            "tokenizer in transformers"
+        )
+    length = min(filter(None, (DataConfig().sequence_length, model.config.max_length)))
+    corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else str(name))
+    data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
+    config = {
+        "seed": 0,
+        "model": dataclasses.asdict(model.config),
+        "data": dataclasses.asdict(data),
+        "optimizer": {"learning_rate": 5e-5, "end_learning_rate": 5e-6},
+    }
+    with filling(output) as partial:
+        arrays = flatten_with_names(nnx.state(model, nnx.Param))
+        save_weights(partial, arrays, step=0)
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_tokenizer(tokenizer, partial)
+    return output
+
+
+def to_pretrained(
+    model: LanguageModel,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    like: str | Path | None = None,
+    dtype: StoredDtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a model for transformers, the inverse of `from_pretrained`; return the folder.
+
+    Any model of a supported architecture can be written, for example one with block `llama` and
+    attention `gqa` that this package trained.
+
+    Args:
+      model: the model.
+      folder: a new or empty folder.
+      tokenizer: its tokenizer, which gives the ids of special tokens if `like` does not; null
+        without both.
+      like: folder of the original checkpoint. The model type, the dtype, and fields that do not
+        change results, such as ids of special tokens, are copied from its `config.json`, and all
+        fields from its `generation_config.json`, except for the ids that end generation, which are
+        the tokenizer's.
+      dtype: dtype of the tensors; when None, the dtype of `like`, or float32 without it.
+      shard_bytes: maximum size of a file.
+
+    Raises:
+      UserError: no supported model of transformers has this architecture; the dtype is unsupported,
+        or a value is too large for it; the folder is not empty; or it cannot be written.
+    """
+    output = local_path(folder, "folder")
+    check_new_folder(output)
+    path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
+    others = {} if path is None else read_json(path)
+    only = None if path is None else family_of(others, path).model_type
+    family = family_for(model.config, only)
+    stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"
+    if stored not in (known := get_args(StoredDtype)):
+        source = "" if dtype else f"{path}: "
+        raise UserError(f"{source}dtype={stored!r} is unsupported; give one of {', '.join(known)}")
+    arrays = _tensors(model, NAMES[family.model_type], str(stored))
+    fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
+    fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
+    if like is None:  # null, since transformers has defaults for absent ids
+        start = () if tokenizer is None else start_ids(tokenizer)
+        fields["bos_token_id"] = start[0] if start else None
+        fields["eos_token_id"] = None if tokenizer is None else _ends(tokenizer)
+    fields |= family.to_json() | {"torch_dtype": stored}
+    fields.pop("dtype", None)
+    with filling(output) as partial:
+        save_weights(partial, arrays, step=0, shard_bytes=shard_bytes, framework="pt")
+        contents = {TRANSFORMERS_CONFIG: fields, GENERATION_FILE: _generation(like, tokenizer)}
+        for file, content in contents.items():
+            if content:
+                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                (partial / file).write_text(text)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+    return output
+
+
+def _generation(like: str | Path | None, tokenizer: Tokenizer | None) -> dict[str, JSON]:
+    """The content of `generation_config.json`: the original's, if any, with the tokenizer's ids."""
+    path = None if like is None else Path(like) / GENERATION_FILE
+    fields: dict[str, JSON] = read_json(path) if path is not None and path.exists() else {}
+    if tokenizer is not None:
+        fields["eos_token_id"] = _ends(tokenizer)
+    return fields
+
+
+def _ends(tokenizer: Tokenizer) -> int | list[JSON]:
+    """The tokens that end generation, as transformers reads them."""
+    first, *others = stop_ids(tokenizer)
+    return [first, *others] if others else first
+
+
+def _tensors(model: LanguageModel, names: Names, dtype: str) -> dict[str, np.ndarray]:
+    """All tensors in transformers, by name."""
+    leaves, tensors = flatten_with_names(nnx.state(model, nnx.Param)), {}
+    for entry in entries(names, model.config, leaves):
+        for name, value in entry.tensors(np.asarray(leaves[entry.path])):
+            with np.errstate(over="ignore"):
+                tensors[name] = value.astype(dtype)
+            if np.any(np.isinf(tensors[name].astype(np.float32)) & np.isfinite(value)):
+                raise UserError(f"dtype={dtype}: {name} exceeds its range; choose float32")
+    return tensors

@@ -1004,8 +1004,8 @@ TRAINING_FAULTS = {
     ),
     "a missing extra without the field that needs it": Fault(
         "heinsen_jax/training/tracker_services.py",
-        'raise UserError(f"training.trackers: {reason}") from missing',
-        "raise reason from missing",
+        'raise UserError(f"training.trackers: {missing}") from missing',
+        "raise",
         ("tests/training/tracker_services_test.py",),
     ),
 }
@@ -1184,6 +1184,12 @@ DATA_FAULTS = {
         'r"^datasets/|@[^/]+"',
         'r"^datasets/"',
         ("tests/data/hub_test.py",),
+    ),
+    "no start tokens": Fault(
+        "heinsen_jax/data/tokenizer_protocol.py",
+        'getattr(tokenizer, "start_ids", ())',
+        "()",
+        ("tests/data/prepare_test.py",),
     ),
     "a version of a tokenizer without its start tokens": Fault(
         "heinsen_jax/data/tokenizers.py",
@@ -1599,6 +1605,12 @@ COMMANDS_FAULTS = {
         "",
         ("tests/runs/folder_test.py",),
     ),
+    "a locked folder without its owner": Fault(
+        "heinsen_jax/storage/owners.py",
+        "is in use by {describe_owner(content)};",
+        "is in use;",
+        ("tests/storage/locks_test.py",),
+    ),
     "a lock that its process gets twice": Fault(
         "heinsen_jax/storage/locks.py",
         "fallback_to_soft=False)",
@@ -1628,6 +1640,12 @@ COMMANDS_FAULTS = {
         "sorted(ours.keys() | theirs.keys())",
         "sorted(ours.keys() & theirs.keys())",
         ("tests/runtime/distributed_test.py",),
+    ),
+    "a library without its extra": Fault(
+        "heinsen_jax/errors.py",
+        '"xxhash", "zstandard"),',
+        '"xxhash"),',
+        ("tests/slim_test.py",),
     ),
     "control characters in messages": Fault(
         "heinsen_jax/errors.py",

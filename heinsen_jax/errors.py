@@ -36,11 +36,12 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "parquet": ("pyarrow",),
     "ray": ("ray",),
+    "studies": ("scipy", "textalloc"),
     "trackio": ("trackio",),
     "transformers": ("jinja2",),
     "wandb": ("wandb",),
 }
-"""Modules that the package imports, by the extra of `pyproject.toml` that installs them."""
+"""Modules that the package and studies import, by the extra that installs them."""
 
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_CONTROL}]")
@@ -135,8 +136,6 @@ def failure(error: BaseException) -> str | None:
     match error:
         case UserError():
             return text
-        case ImportError(name=name) if _extra_of(name):
-            return printable(without_extra(error))
         case MemoryError():
             return f"out of memory ({text}): {LESS_MEMORY}"
         case RecursionError():

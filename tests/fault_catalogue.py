@@ -365,8 +365,8 @@ OPS_FAULTS = {
     ),
     "a window of weights off by one": Fault(
         "heinsen_jax/ops/additive.py",
-        "visible &= age < local_window_size",
-        "visible &= age <= local_window_size",
+        "visible &= age < window",
+        "visible &= age <= window",
         ("tests/ops/additive_test.py",),
     ),
     "keys that stay whole where queries are split": Fault(

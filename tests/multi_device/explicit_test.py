@@ -23,7 +23,7 @@ SPLIT = {"rows": "P(('a', 'b'), None", "heads": "P(None, None", "both": "P('a', 
 EXCHANGE = {
     "additive": "an average of all heads",
     "gqa": "the heads of one key/value head",
-    "log": "the halves of its gated output",
+    "log": "both parts of its gated output",
     "mla": "its latent vectors",
 }
 """Layers that exchange activations if heads are split, and which."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -155,6 +156,14 @@ def test_exported_ops_equal_ops(cases, tmp_path):
     run_apart(tmp_path)
     for name, case in cases.items():
         check_case(tmp_path, name, case)
+
+
+def test_a_scan_over_a_symbolic_number_of_tokens_is_refused():
+    (length,) = symbolic_shape("t")
+    array = jax.ShapeDtypeStruct((length, HEADS, DEPTH), jnp.float32)
+    scan = partial(ops.log_attention, implementation="scan")
+    with pytest.raises(NotImplementedError, match="symbolic number of tokens"):
+        export(jax.jit(scan))(array, array, array)
 
 
 def log_attention_step(query, key, log_value, state):

@@ -19,7 +19,7 @@ from heinsen_jax.ops.arguments import (
     segment_starts,
     valid_tokens,
 )
-from heinsen_jax.ops.layout import is_at_most
+from heinsen_jax.ops.layout import is_at_most, is_symbolic
 from heinsen_jax.ops.log_attention import mosaic, reference, variants
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
@@ -296,6 +296,10 @@ def _check_state(arguments: Arguments, state: State) -> None:
 
 def _check_combination(arguments: Arguments) -> None:
     is_causal = arguments.is_causal
+    if arguments.implementation == "scan" and is_symbolic(arguments.query.shape[-3]):
+        raise NotImplementedError(
+            'implementation="scan": unsupported with a symbolic number of tokens; use "chunked"'
+        )
     if not is_causal and arguments.segment_ids is not None:
         if arguments.query.shape[-3] != arguments.key.shape[-3]:
             raise NotImplementedError(

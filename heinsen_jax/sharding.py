@@ -101,7 +101,7 @@ def training_mesh(mesh: Mesh) -> Mesh:
 
 def current_mesh() -> AbstractMesh | None:
     """Return the mesh in use if some of its axes are Auto: None without a mesh or with one device,
-    and inside `jax.shard_map`. The types of arrays say how Explicit axes split them."""
+    and inside `jax.shard_map` over all axes. The types of arrays say how Explicit axes split them."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.auto_axes and mesh.size > 1 else None
 
@@ -110,7 +110,8 @@ def current_mesh() -> AbstractMesh | None:
 def use_rules(rules: Rules) -> Iterator[None]:
     """Lay out activations by these rules, and run each op on each device's sequences and heads.
 
-    Rules are read when a function is traced; under `jit`, that is at its first call.
+    Rules are read when a function is traced: one that `jax.jit` has compiled without them, or with
+    others, is not compiled again.
     """
     token = _rules.set(rules)
     try:
@@ -124,13 +125,19 @@ def rules_in_use() -> Rules | None:
     return _rules.get()
 
 
+def rules_or_default() -> Rules:
+    """The rules in use, or `RULES`."""
+    rules = _rules.get()
+    return RULES if rules is None else rules
+
+
 def spec(
     mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
     """Return the sharding of an activation with these logical axes, by the rules in use. Axes whose
     size the devices do not divide are not split, and mesh axes that are missing, or not Auto, are
     ignored."""
-    rules = _rules.get() or RULES
+    rules = rules_or_default()
     free = {name: mesh.shape[name] for name in mesh.auto_axes}
 
     def names(size: int, axis: str | None) -> tuple[str, ...] | None:

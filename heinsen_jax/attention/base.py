@@ -12,7 +12,7 @@ from flax import nnx
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.explicit_mesh import with_auto_axes
 from heinsen_jax.attention.parameters import LayerOptions
-from heinsen_jax.sharding import RULES, current_mesh, rules_in_use, splits_tokens, use_rules
+from heinsen_jax.sharding import current_mesh, rules_or_default, splits_tokens, use_rules
 from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
 
 StateT = TypeVar("StateT")
@@ -238,7 +238,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         if current_mesh() is None:
             y, after = self.apply(x, call)
         else:
-            with use_rules(rules_in_use() or RULES):
+            with use_rules(rules_or_default()):
                 y, after = self.apply(x, call)
         return (y, cast(StateT, after)) if return_state else y
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.ops.context import Mergeable, over_context, summary_of
-from heinsen_jax.sharding import RULES, batch_names, current_mesh, rules_in_use, spec
+from heinsen_jax.sharding import batch_names, current_mesh, rules_or_default, spec
 from heinsen_jax.typing import Array
 
 MergeableT = TypeVar("MergeableT", bound=Mergeable)
@@ -40,9 +40,9 @@ def recur(
       tokens_axis: the axis T of the first array.
 
     Raises:
-      ValueError: the tensor axis does not divide the heads.
+      ValueError: the devices that split heads do not divide them.
     """
-    mesh, rules = current_mesh(), rules_in_use() or RULES
+    mesh, rules = current_mesh(), rules_or_default()
     if mesh is None or mesh.manual_axes or call.source is not None:
         return call.recur(op, *arrays, **call.keywords)
     batch, tokens_axes = arrays[0].ndim + tokens_axis, rules.get("tokens", ())
@@ -90,6 +90,6 @@ def recur(
 def _check_heads(devices: int, heads: int) -> None:
     if heads % devices:
         raise ValueError(
-            f"the {devices} devices of the mesh axis of heads, tensor, do not divide {heads} heads;"
-            " choose another mesh, or another num_heads or num_kv_heads"
+            f"the {devices} devices that split heads do not divide {heads} heads; choose another "
+            "mesh, or another num_heads or num_kv_heads"
         )

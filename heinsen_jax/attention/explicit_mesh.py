@@ -4,6 +4,7 @@ The sharding of an array on such a mesh is part of its type. Types of parameters
 the user splits a model; inside a layer the axes are Auto, and activations are laid out likewise.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from heinsen_jax.typing import Array, PyTree
 F = TypeVar("F", bound=Callable)
 
 
-def with_auto_axes(num_features: int) -> Callable[[F], F]:
+def with_auto_axes(
+    num_features: int, check: Callable[[Any, Array], None] | None = None
+) -> Callable[[F], F]:
     """Decorate a layer's method of tokens `[*B, T, ...]`: explicit axes of a mesh are Auto in it.
 
     The shardings of the tokens and of the parameters say which mesh axes split sequences, tokens,
@@ -37,14 +40,21 @@ def with_auto_axes(num_features: int) -> Callable[[F], F]:
 
     Args:
       num_features: number of axes of the tokens after T.
+      check: called with the layer and the tokens before the call is traced.
     """
 
     def decorate(method: F) -> F:
+        signature = inspect.signature(method)
+
         @wraps(method)
-        def call(layer: nnx.Module, tokens: Array, **options: Any) -> Any:
-            mesh = explicit_mesh((layer, tokens, options))
+        def call(*args: Any, **keywords: Any) -> Any:
+            mesh = explicit_mesh((args, keywords))
             if mesh is None:
-                return method(layer, tokens, **options)
+                return method(*args, **keywords)
+            layer, tokens, *rest = signature.bind(*args, **keywords).arguments.items()
+            layer, tokens, options = layer[1], tokens[1], dict(rest)
+            if check is not None:
+                check(layer, tokens)
             graph, parameters = nnx.split(layer)
             arrays = {
                 name: x
@@ -124,4 +134,7 @@ def _rules(
         rules |= dict(zip(axes, split[len(split) - len(axes) :], strict=True))  # not a stack's axis
     names = *batch_names(batch), "tokens", "features"
     rules |= dict(zip(names, split_axes(tokens), strict=False))
+    used = {axis for name in names for axis in rules.get(name, ())}  # activations have each once
+    for name in ("heads", "mlp", "vocab"):
+        rules[name] = tuple(axis for axis in rules.get(name, ()) if axis not in used)
     return tuple((name, axes) for name, axes in rules.items() if axes)

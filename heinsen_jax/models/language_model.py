@@ -59,6 +59,10 @@ MAX_UNROLLED = 32
 compile."""
 
 
+def _check_vocabulary(model: LanguageModel, tokens: Shaped[Array | np.ndarray, "*_"]) -> None:
+    check_tokens(tokens, model.config.vocab_size)
+
+
 class LanguageModel(nnx.Module):
     """Language model with any attention mechanism, or a pattern of several.
 
@@ -141,7 +145,7 @@ class LanguageModel(nnx.Module):
         return_state: Literal[True],
     ) -> tuple[Float[Array, "*B T vocab_size"], LanguageModelState]: ...
 
-    @with_auto_axes(num_features=0)
+    @with_auto_axes(num_features=0, check=_check_vocabulary)
     def __call__(
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
@@ -178,7 +182,7 @@ class LanguageModel(nnx.Module):
             logits = self.readout(features)
         return (logits, after) if return_state else logits
 
-    @with_auto_axes(num_features=0)
+    @with_auto_axes(num_features=0, check=_check_vocabulary)
     def features(
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, cast, get_args, g
 from typing import get_type_hints as type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -72,9 +74,12 @@ def in_mesh_of_arguments(op: F) -> F:
 
     @wraps(op)
     def call(*args: Any, **keywords: Any) -> Any:
-        for x in jax.tree.leaves((args, keywords)):
-            is_concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-            if is_concrete and explicit_mesh(x) is not None:
+        arrays = [x for x in jax.tree.leaves((args, keywords)) if isinstance(x, jax.Array)]
+        is_set = not jax.sharding.get_abstract_mesh().empty
+        if is_set or any(isinstance(x, Tracer) for x in arrays):
+            return op(*args, **keywords)
+        for x in arrays:
+            if explicit_mesh(x) is not None:
                 with jax.set_mesh(cast(Mesh, cast(NamedSharding, x.sharding).mesh)):
                     return op(*args, **keywords)
         return op(*args, **keywords)
@@ -104,7 +109,7 @@ def over_devices(op: F) -> F:
         letters = next(x for x in forms[first] if isinstance(x, str)).split()
         batch = arguments[first].ndim - len(letters) + letters.count("*B")
         labels = {name: labels_of(x, forms[name], batch) for name, x in arguments.items()}
-        arrays = {name: x for name, x in arguments.items() if _is_split_or_traced(x, labels[name])}
+        arrays = {name: x for name, x in arguments.items() if _has_arrays(x)}
         static = tuple((name, Static(x)) for name, x in arguments.items() if name not in arrays)
         if any(forms[name] and (None in axes) for name in arrays for axes in labels[name]):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
@@ -118,23 +123,31 @@ def over_devices(op: F) -> F:
             assert free is not None
             mesh, split = free, _split_by_rules(free, rules, sizes)
         specs = tuple(_spec(axes, split) for name in sorted(arrays) for axes in labels[name])
-        return _run(_Call(op, static, mesh, batch, tuple(split.items()), specs), arrays)
+        constants = _Call(op, static, mesh, batch, tuple(split.items()), specs)
+        if all(x.is_constant for _, x in static):
+            return _run(constants, arrays)
+        return jax.jit(partial(_apply, constants))(arrays)
 
     return cast(F, call)
 
 
 class Static:
-    """An argument that is not traced; equal to another by value, or by identity without a hash."""
+    """An argument that is not traced. It is constant unless it may change and remain equal, as a
+    list or a function may; calls with such arguments are compiled each time."""
 
     def __init__(self, value: Any):
         self.value = value
-        self.key = (type(value), value) if isinstance(value, Hashable) else id(value)
+        self.is_constant = isinstance(value, Hashable) and (
+            is_dataclass(value) or not callable(value)
+        )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self.key == other.key
+        if not isinstance(other, Static):
+            return False
+        return (type(self.value), self.value) == (type(other.value), other.value)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash((type(self.value), self.value))
 
 
 @dataclass(frozen=True)
@@ -149,13 +162,15 @@ class _Call:
     specs: tuple[PartitionSpec, ...]
 
 
-@partial(jax.jit, static_argnums=0)
-def _run(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
+def _apply(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
     leaves, structure = jax.tree.flatten(arrays)
     mesh = call.mesh
     if mesh.explicit_axes:
         specs = zip(leaves, call.specs, strict=True)
         leaves = [jax.reshard(x, _sharding(mesh, spec)) for x, spec in specs]
+
+    out_specs: PyTree = None
+    axes = frozenset(mesh.explicit_axes or mesh.auto_axes)
 
     def on_device(*leaves: Array) -> PyTree:
         constants = {name: x.value for name, x in call.static}
@@ -163,7 +178,10 @@ def _run(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
         leaves = tuple(
             varying_like(x, leaves) if y else x for x, y in zip(leaves, own, strict=True)
         )
-        return call.op(**jax.tree.unflatten(structure, leaves), **constants)
+        result = call.op(**jax.tree.unflatten(structure, leaves), **constants)
+        if out_specs is None:
+            return result
+        return jax.tree.map(partial(_equal_on_devices, axes), result, out_specs)
 
     if mesh.manual_axes:  # JAX does not lower residuals of a `shard_map` inside another one
         on_device = jax.checkpoint(on_device)
@@ -174,7 +192,7 @@ def _run(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
             mesh=mesh,
             in_specs=call.specs,
             out_specs=out_specs,
-            axis_names=frozenset(mesh.explicit_axes or mesh.auto_axes),
+            axis_names=axes,
             check_vma=check_vma,
         )
 
@@ -193,11 +211,21 @@ def _run(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
     return over(out_specs)(*leaves)
 
 
-def _is_split_or_traced(x: Any, labels: list[Labels]) -> bool:
-    """Whether an argument is passed to devices as arrays; others are constants of the call."""
-    leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, Array)]
-    independent = any(axis and axis.letter in INDEPENDENT for axes in labels for axis in axes)
-    return bool(leaves) and (independent or isinstance(leaves[0], jax.Array))
+_run = jax.jit(_apply, static_argnums=0)
+
+
+def _equal_on_devices(axes: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+    """x, equal on devices of these mesh axes that do not split it: a state of a key/value head that
+    they share."""
+    split = {name for names in spec if names for name in names}
+    free = jax.typeof(x).manual_axis_type.varying & axes - split
+    if not free or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return lax.pmean(x, tuple(sorted(free)))
+
+
+def _has_arrays(x: Any) -> bool:
+    return any(isinstance(leaf, Array) for leaf in jax.tree.leaves(x))
 
 
 def _sizes(arrays: Mapping[str, PyTree], labels: Mapping[str, list[Labels]]) -> dict[Axis, int]:
@@ -248,6 +276,12 @@ def _split_by_types(
                 f"the {devices} devices of {', '.join(heads)} do not divide {sizes[axis]} "
                 "key/value heads; repeat the heads, or split query heads over fewer devices"
             )
+    used = [name for names in {**split, GROUPS: ()}.values() for name in names]
+    if repeated := sorted({name for name in used if used.count(name) > 1}):
+        raise ValueError(
+            f"{repeated[0]} splits two axes, such as sequences and heads; split them over "
+            "different axes of the mesh with jax.reshard"
+        )
     return split
 
 

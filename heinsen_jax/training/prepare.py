@@ -143,8 +143,11 @@ def _on_mesh(config: ExperimentConfig, mesh: Mesh | None) -> tuple[ExperimentCon
         return config, None
     mesh = training_mesh(given)
     sizes = MeshConfig(**mesh.shape)
-    if config.mesh not in (MeshConfig(), sizes):
-        raise UserError(f"{config.mesh} differs from the given mesh, {sizes}; leave one out")
+    for name, size in asdict(config.mesh).items():
+        if config.mesh != MeshConfig() and size not in (-1, mesh.shape[name]):
+            raise UserError(
+                f"mesh.{name}={size}, but the given mesh has {mesh.shape[name]}; leave one out"
+            )
     return replace(config, mesh=sizes), mesh
 
 

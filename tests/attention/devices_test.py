@@ -53,6 +53,6 @@ def test_each_device_has_its_own_rows_tokens_heads_and_segments():
 
 
 def test_heads_that_devices_do_not_divide_are_refused():
-    message = "3 devices of the mesh axis of heads, tensor, do not divide 4 heads"
+    message = "3 devices that split heads do not divide 4 heads"
     with pytest.raises(ValueError, match=message):
         on_mesh({"tensor": 3}, partial(shapes_of, []), TOKENS, None)

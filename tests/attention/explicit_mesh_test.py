@@ -3,6 +3,7 @@ tests/multi_device/explicit_test.py."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -52,3 +53,41 @@ def test_split_tokens_need_states_that_merge():
     assert y.sharding.spec == PartitionSpec("a", "b", None)
     with pytest.raises(NotImplementedError, match="SoftmaxAttention is not mergeable"):
         streamed(random_layer("softmax"), array((4, 16, MODEL_DIM), "a", "b"))
+
+
+def test_a_mesh_that_splits_nothing_has_no_rules():
+    """Also with the names of the trainer's axes."""
+    mesh = AbstractMesh((2, 2), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct(
+        (4, 16, MODEL_DIM), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    y, _ = streamed(random_layer("softmax"), x)
+    assert y.sharding.spec == PartitionSpec(None, None, None)
+
+
+def test_parameters_may_be_split_over_the_axis_of_the_batch():
+    graph, parameters = nnx.split(random_layer("linear"))
+
+    def place(variable: nnx.Variable) -> nnx.Variable:
+        axes = variable.get_metadata().get("logical_axes", ())
+        spec = ["a" if axis == "heads" else None for axis in axes]
+        return variable.replace(array(variable.get_value().shape, *spec))
+
+    split = jax.tree.map(place, parameters, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    x = array((4, 16, MODEL_DIM), "a")
+    y = jax.eval_shape(lambda p, x: nnx.merge(graph, p)(x), split, x)
+    assert y.sharding.spec == PartitionSpec("a", None, None)
+
+
+def test_arguments_may_be_named():
+    layer, x = random_layer("linear"), np.ones((2, 4, MODEL_DIM), np.float32)
+    np.testing.assert_array_equal(layer(x=x), layer(x))
+
+
+def test_ids_outside_the_vocabulary_are_refused_on_a_mesh():
+    config = LanguageModelConfig(vocab_size=8, model_dim=8, num_layers=1, num_heads=2)
+    mesh = jax.make_mesh((1,), ("a",))
+    tokens = jax.device_put(np.full((1, 4), 99), NamedSharding(mesh, PartitionSpec("a")))
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="99"):
+        model(tokens)

@@ -117,12 +117,8 @@ def check_model(name: str, layouts: str) -> None:
     assert results["both"]["sharding"] == "P('a', None, 'b')", "logits, by the vocabulary"
 
 
-def test_the_language_model_on_explicit_axes():
-    check_model("linear", "rows,both")
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["log", "softmax", "gated_deltanet", "log_window"])
+@pytest.mark.parametrize("name", ["linear", "log", "softmax", "gated_deltanet", "log_window"])
 def test_language_models_on_explicit_axes(name):
     check_model(name, LAYOUTS)
 

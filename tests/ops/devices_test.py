@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -41,6 +42,7 @@ def heads(count: int, *spec: str | None) -> jax.ShapeDtypeStruct:
             heads(8, "b"),
             "key .* over b along axis 0, another argument over a;",
         ),
+        (heads(8, "b"), heads(8, None, None, "b"), "b splits two axes, such as sequences and"),
         (heads(8, None, None, "b"), heads(2), "4 devices of b do not divide 2 key/value heads"),
         (heads(8, None, None, "b"), heads(8, None, None, "a"), "query heads .* over b, .* over a"),
     ],
@@ -69,6 +71,29 @@ def test_arguments_that_are_whole_are_split_like_the_others():
 def test_one_key_value_head_serves_all_devices():
     y = jax.eval_shape(log_attention, heads(8, None, None, "b"), heads(1), heads(1))
     assert y.sharding.spec == PartitionSpec(None, None, "b", None)
+
+
+def test_a_state_of_shared_heads_is_equal_on_all_devices():
+    query, key = heads(8, "a", None, "b"), heads(1, "a")
+    _, state = jax.eval_shape(
+        lambda query, key: log_attention(query, key, key, return_state=True), query, key
+    )
+    assert state.log_s.sharding.spec == PartitionSpec("a", None, None, None)
+
+
+def test_arguments_that_change_are_not_remembered():
+    mesh = jax.make_mesh((1,), ("a",))
+    x = jax.device_put(np.ones((2, 4, 1, 4), np.float32), NamedSharding(mesh, PartitionSpec("a")))
+    positions = np.arange(4)
+    before = ops.rotary(x, positions)
+    positions += 5
+    assert not np.allclose(ops.rotary(x, positions), before)
+    places = [0]
+    options = {"local_window_size": 1, "global_positions": places, "is_causal": True}
+    value = x * jnp.arange(4.0).reshape(1, 4, 1, 1)
+    before = ops.longformer_attention(x, x, value, **options)
+    places.append(1)
+    assert not np.allclose(ops.longformer_attention(x, x, value, **options), before)
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 16, 16), (1, 1, 16, 16), (8, 16, 16), (16, 16), (16,)])

@@ -100,8 +100,8 @@ def training_mesh(mesh: Mesh) -> Mesh:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Return the mesh in use if some of its axes are Auto: None without a mesh, with one device, and
-    inside `jax.shard_map` over all axes. Types of arrays say how Explicit axes split them."""
+    """Return the mesh in use if some of its axes are Auto: None without a mesh, with one device,
+    and inside `jax.shard_map` over all axes. Types say how Explicit axes split arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.auto_axes and mesh.size > 1 else None
 

@@ -16,12 +16,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from heinsen_jax.ops.devices import (
+    Axes,
     Axis,
-    Labels,
     Static,
+    annotations_of,
+    arrays_and_constants,
     explicit_mesh,
-    forms_of,
-    labels_of,
+    leaf_axes,
     split_axes,
 )
 from heinsen_jax.sharding import batch_names, use_rules
@@ -45,23 +46,19 @@ def with_auto_axes(
 
     def decorate(method: F) -> F:
         signature = inspect.signature(method)
+        names = [*signature.parameters][:2]  # the layer and its tokens
 
         @wraps(method)
         def call(*args: Any, **keywords: Any) -> Any:
             mesh = explicit_mesh((args, keywords))
             if mesh is None:
                 return method(*args, **keywords)
-            layer, tokens, *rest = signature.bind(*args, **keywords).arguments.items()
-            layer, tokens, options = layer[1], tokens[1], dict(rest)
+            arguments = signature.bind(*args, **keywords).arguments
+            layer, tokens = (arguments.pop(name) for name in names)
             if check is not None:
                 check(layer, tokens)
             graph, parameters = nnx.split(layer)
-            arrays = {
-                name: x
-                for name, x in options.items()
-                if any(isinstance(y, Array) for y in jax.tree.leaves(x))
-            }
-            static = tuple((name, Static(x)) for name, x in options.items() if name not in arrays)
+            arrays, static = arrays_and_constants(arguments)
             batch = tokens.ndim - 1 - num_features
             constants = _Call(method, graph, static, mesh, batch, _rules(parameters, tokens, batch))
             return _run(constants, parameters, tokens, arrays)
@@ -92,7 +89,7 @@ def _run(call: _Call, parameters: nnx.State, tokens: Array, arrays: dict[str, Py
         with use_rules(rules):
             return call.method(nnx.merge(call.graph, parameters), tokens, **arrays, **options)
 
-    def place(x: jax.ShapeDtypeStruct, axes: Labels) -> NamedSharding:
+    def sharding_of(x: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
         rows = tokens.shape[: call.batch]
         if not any(axes) and x.shape[: call.batch] == rows:  # a state without annotations
             axes = (*(Axis("B", index) for index in range(call.batch)), *axes[call.batch :])
@@ -106,19 +103,19 @@ def _run(call: _Call, parameters: nnx.State, tokens: Array, arrays: dict[str, Py
         axes = call.mesh.explicit_axes
         return jax.sharding.auto_axes(apply, axes=axes, out_sharding=out_sharding)
 
-    whole = NamedSharding(call.mesh, PartitionSpec())
+    replicated = NamedSharding(call.mesh, PartitionSpec())
     inputs = parameters, tokens, arrays
-    result = jax.eval_shape(over(whole), *inputs)
-    labels = labels_of(result, forms_of(call.method)["return"], call.batch)
+    result = jax.eval_shape(over(replicated), *inputs)
+    axes = leaf_axes(result, annotations_of(call.method)["return"], call.batch)
     leaves, structure = jax.tree.flatten(result)
-    out = [place(x, axes) for x, axes in zip(leaves, labels, strict=True)]
+    out = map(sharding_of, leaves, axes)
     return over(jax.tree.unflatten(structure, out))(*inputs)
 
 
 def _logical(axis: Axis) -> str:
     """The name in rules of an axis of a result."""
     if axis.letter == "B":
-        return batch_names(axis.place + 1)[-1]
+        return batch_names(axis.index + 1)[-1]
     names = {"T": "tokens", "N": "heads", "G": "heads", "vocab_size": "vocab", "D": "features"}
     return names.get(axis.letter, "")
 

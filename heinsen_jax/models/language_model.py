@@ -248,10 +248,10 @@ class LanguageModel(nnx.Module):
         return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype, cap)
 
     def parameters(self) -> Iterator[tuple[str, list[Array]]]:
-        """The names of the parameters, and their arrays; of layers, one stack."""
-        yield from (
-            (name, [x]) for name, x in flatten_with_names(nnx.state(self, nnx.Param)).items()
-        )
+        """The names of the parameters, each with one array: layers are a stack here, and separate
+        arrays in `generate.Engine`."""
+        for name, x in flatten_with_names(nnx.state(self, nnx.Param)).items():
+            yield name, [x]
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -8,11 +8,11 @@ and results are read from their annotations.
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial, wraps
 from types import UnionType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 from typing import get_type_hints as type_hints
 
 import jax
@@ -29,21 +29,22 @@ from heinsen_jax.typing import Array, PyTree
 F = TypeVar("F", bound=Callable)
 
 
-class Axis(NamedTuple):
-    """An axis of an array: its letter, and its place among batch axes."""
+@dataclass(frozen=True, order=True)
+class Axis:
+    """An axis of an array: its letter, and its index among batch axes."""
 
     letter: str
-    place: int = 0
+    index: int = 0
 
 
 HEADS, GROUPS = Axis("N"), Axis("G")
 INDEPENDENT = "B", "N", "G"
 """Letters of axes along which the results of an op are independent."""
-Labels: TypeAlias = tuple[Axis | None, ...]
-"""The axes of an array; None for axes of any meaning, which may not be split."""
+Axes: TypeAlias = tuple[Axis | None, ...]
+"""The axes of an array; None for axes without a name, which may not be split."""
 Split: TypeAlias = Mapping[Axis, tuple[str, ...]]
 """Axes of arrays, and the mesh axes that split them."""
-Forms: TypeAlias = "tuple[str | tuple[Forms | str, ...], ...]"
+Annotation: TypeAlias = "tuple[str | tuple[Annotation | str, ...], ...]"
 """The alternatives of an annotation: axes of an array, or annotations of a tuple's members, of
 which the first may be followed by an ellipsis."""
 
@@ -61,8 +62,8 @@ def split_like(x: Array, example: Array, batch: int) -> Array:
     mesh = explicit_mesh(example)
     if mesh is None:
         return x
-    rows = PartitionSpec(*jax.typeof(example).sharding.spec[:batch])
-    return jax.reshard(x, _sharding(mesh, rows))
+    spec = PartitionSpec(*jax.typeof(example).sharding.spec[:batch])
+    return jax.reshard(x, _sharding(mesh, spec))
 
 
 def _sharding(mesh: AbstractMesh, spec: PartitionSpec) -> NamedSharding:
@@ -90,11 +91,12 @@ def in_mesh_of_arguments(op: F) -> F:
 def over_devices(op: F) -> F:
     """Decorate an op: on a mesh with explicit axes, each device computes its sequences and heads.
 
-    Devices communicate only in the backward pass, to sum gradients of arguments that they share.
+    Devices communicate only to sum gradients of arguments that they share, and to return the state
+    of a key/value head that they share.
 
     Raises:
       ValueError: an axis other than batch axes and heads is split, arguments are split differently,
-        or the devices do not divide the key/value heads.
+        a mesh axis splits both sequences and heads, or the devices do not divide the heads.
     """
 
     @wraps(op)
@@ -104,25 +106,24 @@ def over_devices(op: F) -> F:
         if mesh is None and (rules is None or free is None or free.manual_axes):
             return op(*args, **keywords)
         arguments = inspect.signature(op).bind(*args, **keywords).arguments
-        forms = forms_of(op)
+        annotations = annotations_of(op)
         first = next(iter(arguments))
-        letters = next(x for x in forms[first] if isinstance(x, str)).split()
+        letters = next(x for x in annotations[first] if isinstance(x, str)).split()
         batch = arguments[first].ndim - len(letters) + letters.count("*B")
-        labels = {name: labels_of(x, forms[name], batch) for name, x in arguments.items()}
-        arrays = {name: x for name, x in arguments.items() if _has_arrays(x)}
-        static = tuple((name, Static(x)) for name, x in arguments.items() if name not in arrays)
-        if any(forms[name] and (None in axes) for name in arrays for axes in labels[name]):
+        arrays, static = arrays_and_constants(arguments)
+        axes = {name: leaf_axes(x, annotations[name], batch) for name, x in arrays.items()}
+        if any(annotations[name] and None in leaf for name in arrays for leaf in axes[name]):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
             constants = {name: x.value for name, x in static}
             jax.eval_shape(partial(op, **constants), **shapes)  # raises if a shape does not fit
-        sizes = _sizes(arrays, labels)
+        sizes = _sizes(arrays, axes)
         if mesh is not None:
-            split = _split_by_types(mesh, arrays, labels, sizes)
+            split = _split_by_types(mesh, arrays, axes, sizes)
         else:
             assert rules is not None
             assert free is not None
             mesh, split = free, _split_by_rules(free, rules, sizes)
-        specs = tuple(_spec(axes, split) for name in sorted(arrays) for axes in labels[name])
+        specs = tuple(_spec(leaf, split) for name in sorted(arrays) for leaf in axes[name])
         constants = _Call(op, static, mesh, batch, tuple(split.items()), specs)
         if all(x.is_constant for _, x in static):
             return _run(constants, arrays)
@@ -137,9 +138,11 @@ class Static:
 
     def __init__(self, value: Any):
         self.value = value
-        self.is_constant = isinstance(value, Hashable) and (
-            is_dataclass(value) or not callable(value)
-        )
+        self.is_constant = is_dataclass(value) or not callable(value)
+        try:
+            hash(value)
+        except TypeError:
+            self.is_constant = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static):
@@ -148,6 +151,19 @@ class Static:
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
+
+
+def arrays_and_constants(
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, PyTree], tuple[tuple[str, Static], ...]]:
+    """Arguments that have arrays, and the others."""
+    arrays = {
+        name: x
+        for name, x in arguments.items()
+        if any(isinstance(leaf, Array) for leaf in jax.tree.leaves(x))
+    }
+    rest = ((name, Static(x)) for name, x in arguments.items() if name not in arrays)
+    return arrays, tuple(rest)
 
 
 @dataclass(frozen=True)
@@ -170,18 +186,16 @@ def _apply(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
         leaves = [jax.reshard(x, _sharding(mesh, spec)) for x, spec in specs]
 
     out_specs: PyTree = None
-    axes = frozenset(mesh.explicit_axes or mesh.auto_axes)
+    mesh_axes = frozenset(mesh.explicit_axes or mesh.auto_axes)
 
     def on_device(*leaves: Array) -> PyTree:
         constants = {name: x.value for name, x in call.static}
-        own = [any(spec) for spec in call.specs]  # differs between devices
-        leaves = tuple(
-            varying_like(x, leaves) if y else x for x, y in zip(leaves, own, strict=True)
-        )
+        pairs = zip(leaves, call.specs, strict=True)
+        leaves = tuple(varying_like(x, leaves) if any(spec) else x for x, spec in pairs)
         result = call.op(**jax.tree.unflatten(structure, leaves), **constants)
         if out_specs is None:
             return result
-        return jax.tree.map(partial(_equal_on_devices, axes), result, out_specs)
+        return jax.tree.map(partial(_equal_on_devices, mesh_axes), result, out_specs)
 
     if mesh.manual_axes:  # JAX does not lower residuals of a `shard_map` inside another one
         on_device = jax.checkpoint(on_device)
@@ -192,21 +206,21 @@ def _apply(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
             mesh=mesh,
             in_specs=call.specs,
             out_specs=out_specs,
-            axis_names=axes,
+            axis_names=mesh_axes,
             check_vma=check_vma,
         )
 
-    forms, split = forms_of(call.op)["return"], dict(call.split)
+    annotation, split = annotations_of(call.op)["return"], dict(call.split)
     states = inspect.signature(call.op).parameters.get("return_state")
     if states is not None and not dict(call.static).get("return_state", Static(False)).value:
-        forms = forms[:1]
-    if len(forms) == 1 and isinstance(form := forms[0], str):
-        axes_of_result = _named(form, len(form.split()) - 1 + call.batch, call.batch)
-        assert axes_of_result is not None
-        out_specs = _spec(tuple(axis for axis, _ in axes_of_result), split)
+        annotation = annotation[:1]
+    if len(annotation) == 1 and isinstance(letters := annotation[0], str):
+        axes = _parse_axes(letters, len(letters.split()) - 1 + call.batch, call.batch)
+        assert axes is not None
+        out_specs = _spec(tuple(axis for axis, _ in axes), split)
     else:
         result = jax.eval_shape(over(PartitionSpec(), check_vma=False), *leaves)
-        specs = [_spec(axes, split) for axes in labels_of(result, forms, call.batch)]
+        specs = [_spec(axes, split) for axes in leaf_axes(result, annotation, call.batch)]
         out_specs = jax.tree.unflatten(jax.tree.structure(result), specs)
     return over(out_specs)(*leaves)
 
@@ -214,26 +228,22 @@ def _apply(call: _Call, arrays: dict[str, PyTree]) -> PyTree:
 _run = jax.jit(_apply, static_argnums=0)
 
 
-def _equal_on_devices(axes: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+def _equal_on_devices(mesh_axes: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
     """x, equal on devices of these mesh axes that do not split it: a state of a key/value head that
     they share."""
-    split = {name for names in spec if names for name in names}
-    free = jax.typeof(x).manual_axis_type.varying & axes - split
-    if not free or not jnp.issubdtype(x.dtype, jnp.inexact):
+    split = {name for names in names_by_axis(spec) for name in names}
+    shared = jax.typeof(x).manual_axis_type.varying & mesh_axes - split
+    if not shared or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return lax.pmean(x, tuple(sorted(free)))
+    return lax.pmean(x, tuple(sorted(shared)))
 
 
-def _has_arrays(x: Any) -> bool:
-    return any(isinstance(leaf, Array) for leaf in jax.tree.leaves(x))
-
-
-def _sizes(arrays: Mapping[str, PyTree], labels: Mapping[str, list[Labels]]) -> dict[Axis, int]:
+def _sizes(arrays: Mapping[str, PyTree], axes: Mapping[str, list[Axes]]) -> dict[Axis, int]:
     return {
         axis: size
         for name, tree in arrays.items()
-        for x, axes in zip(jax.tree.leaves(tree), labels[name], strict=True)
-        for axis, size in zip(axes, np.shape(x), strict=True)
+        for x, named in zip(jax.tree.leaves(tree), axes[name], strict=True)
+        for axis, size in zip(named, np.shape(x), strict=True)
         if axis is not None
     }
 
@@ -241,14 +251,14 @@ def _sizes(arrays: Mapping[str, PyTree], labels: Mapping[str, list[Labels]]) -> 
 def _split_by_types(
     mesh: AbstractMesh,
     arrays: Mapping[str, PyTree],
-    labels: Mapping[str, list[Labels]],
+    axes: Mapping[str, list[Axes]],
     sizes: Mapping[Axis, int],
 ) -> Split:
-    """The mesh axes that split each axis of the arguments, by the types of these."""
+    """The mesh axes that split each axis of the arguments, by the arguments' types."""
     split: dict[Axis, tuple[str, ...]] = {}
     for name, tree in arrays.items():
-        for x, axes in zip(jax.tree.leaves(tree), labels[name], strict=True):
-            for index, (axis, names) in enumerate(zip(axes, split_axes(x), strict=True)):
+        for x, named in zip(jax.tree.leaves(tree), axes[name], strict=True):
+            for index, (axis, names) in enumerate(zip(named, split_axes(x), strict=True)):
                 if not names:
                     continue
                 where = f"{name} {[*x.shape]} is split over {', '.join(names)} along axis {index}"
@@ -270,11 +280,11 @@ def _split_by_types(
             f"{', '.join(split[GROUPS])}; split them alike with jax.reshard"
         )
     split |= {axis: heads for axis in (HEADS, GROUPS) if heads and sizes.get(axis, 1) > 1}
-    for axis in (HEADS, GROUPS):
+    for axis, kind in ((HEADS, "query"), (GROUPS, "key/value")):
         if sizes.get(axis, 1) > 1 and sizes[axis] % devices:
             raise ValueError(
-                f"the {devices} devices of {', '.join(heads)} do not divide {sizes[axis]} "
-                "key/value heads; repeat the heads, or split query heads over fewer devices"
+                f"the {devices} devices of {', '.join(heads)} do not divide {sizes[axis]} {kind} "
+                "heads; repeat the heads, or split them over fewer devices"
             )
     used = [name for names in {**split, GROUPS: ()}.values() for name in names]
     if repeated := sorted({name for name in used if used.count(name) > 1}):
@@ -304,40 +314,44 @@ def _free(mesh: AbstractMesh, names: tuple[str, ...], size: int) -> tuple[str, .
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
 
 
+def names_by_axis(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The mesh axes that split each axis; a `PartitionSpec` has a single one without its tuple."""
+    return [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
+
+
 def split_axes(x: Array) -> list[tuple[str, ...]]:
     """The mesh axes that split each axis of an array, by its type."""
-    spec = jax.typeof(x).sharding.spec
-    return [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in spec]
+    return names_by_axis(jax.typeof(x).sharding.spec)
 
 
-def _spec(labels: Labels, split: Split) -> PartitionSpec:
-    return PartitionSpec(*(axis and split.get(axis) for axis in labels))
+def _spec(axes: Axes, split: Split) -> PartitionSpec:
+    return PartitionSpec(*(axis and split.get(axis) for axis in axes))
 
 
-def labels_of(tree: PyTree, forms: Forms, batch: int) -> list[Labels]:
+def leaf_axes(tree: PyTree, annotation: Annotation, batch: int) -> list[Axes]:
     """The axes of each leaf of an argument or result."""
     if tree is None:
         return []
     if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
-        pairs = zip(tree, _members(forms, len(tree)), strict=True)
-        return [x for y, form in pairs for x in labels_of(y, form, batch)]
+        pairs = zip(tree, _members(annotation, len(tree)), strict=True)
+        return [axes for x, member in pairs for axes in leaf_axes(x, member, batch)]
     if is_dataclass(tree) or isinstance(tree, tuple):
-        hints = forms_of(type(tree))
+        hints = annotations_of(type(tree))
         return [
             x
             for name in _dynamic_fields(tree)
-            for x in labels_of(getattr(tree, name), hints[name], batch)
+            for x in leaf_axes(getattr(tree, name), hints[name], batch)
         ]
-    return [_labels_of_array(x, forms, batch) for x in jax.tree.leaves(tree)]
+    return [_array_axes(x, annotation, batch) for x in jax.tree.leaves(tree)]
 
 
-def _members(forms: Forms, count: int) -> Sequence[Forms]:
+def _members(annotation: Annotation, count: int) -> Sequence[Annotation]:
     """The annotation of each member of a tuple."""
-    for form in forms:
-        if isinstance(form, tuple) and form[1:] == ("...",):
-            return [cast(Forms, form[0])] * count
-        if isinstance(form, tuple) and len(form) == count:
-            return cast("tuple[Forms, ...]", form)
+    for members in annotation:
+        if isinstance(members, tuple) and members[1:] == ("...",):
+            return [cast(Annotation, members[0])] * count
+        if isinstance(members, tuple) and len(members) == count:
+            return cast("tuple[Annotation, ...]", members)
     return [()] * count
 
 
@@ -348,11 +362,13 @@ def _dynamic_fields(tree: Any) -> Sequence[str]:
     return tree._fields
 
 
-def _labels_of_array(x: Any, forms: Forms, batch: int) -> Labels:
-    """The axes of one array: of the first form that has as many."""
+def _array_axes(x: Any, annotation: Annotation, batch: int) -> Axes:
+    """The axes of one array, by the first alternative that has as many."""
     shape = np.shape(x)
-    for form in forms:
-        if isinstance(form, str) and (axes := _named(form, len(shape), batch)) is not None:
+    for letters in annotation:
+        if not isinstance(letters, str):
+            continue
+        if (axes := _parse_axes(letters, len(shape), batch)) is not None:
             return tuple(
                 None if broadcasts and size == 1 else axis
                 for (axis, broadcasts), size in zip(axes, shape, strict=True)
@@ -360,10 +376,10 @@ def _labels_of_array(x: Any, forms: Forms, batch: int) -> Labels:
     return (None,) * len(shape)
 
 
-def _named(form: str, ndim: int, batch: int) -> list[tuple[Axis, bool]] | None:
+def _parse_axes(annotation: str, ndim: int, batch: int) -> list[tuple[Axis, bool]] | None:
     """The axes in an annotation, and whether they broadcast; None if their number is not ndim."""
     axes: list[tuple[Axis, bool]] = []
-    letters = form.split()
+    letters = annotation.split()
     for letter in letters:
         broadcasts = "#" in letter
         if letter.strip("#*") == "B":
@@ -375,13 +391,15 @@ def _named(form: str, ndim: int, batch: int) -> list[tuple[Axis, bool]] | None:
 
 
 @cache
-def forms_of(annotated: Callable | type) -> dict[str, Forms]:
-    return {name: forms_in(hint) for name, hint in type_hints(annotated).items()}
+def annotations_of(annotated: Callable | type) -> dict[str, Annotation]:
+    """The annotations of a function's arguments and of its result, or of a class's fields."""
+    return {name: parse_annotation(hint) for name, hint in type_hints(annotated).items()}
 
 
-def forms_in(hint: Any) -> Forms:
+def parse_annotation(hint: Any) -> Annotation:
+    """The axes that an annotation names; arrays without named axes, and other types, have none."""
     if get_origin(hint) in (Union, UnionType):
-        return tuple(dict.fromkeys(x for part in get_args(hint) for x in forms_in(part)))
+        return tuple(dict.fromkeys(x for part in get_args(hint) for x in parse_annotation(part)))
     if get_origin(hint) is tuple:
-        return (tuple("..." if part is ... else forms_in(part) for part in get_args(hint)),)
+        return (tuple("..." if part is ... else parse_annotation(part) for part in get_args(hint)),)
     return (hint.dim_str,) if hasattr(hint, "dim_str") else ()

@@ -31,11 +31,16 @@ from tests.multi_device.explicit_run import collectives, difference  # noqa: E40
 
 ROWS, LENGTH, VOCABULARY = 4, 32, 12
 LAYOUTS = {
-    "rows": ((4,), ("a",), ("a",), {}),
-    "heads": ((2, 2), ("a", "b"), (), {"heads": "b", "mlp": "b", "vocab": "b"}),
-    "both": ((2, 2), ("a", "b"), ("a",), {"heads": "b", "mlp": "b", "vocab": "b"}),
-    "fsdp": ((4,), ("a",), ("a",), {"embed": "a"}),
-    "tokens": ((2, 2), ("a", "c"), ("a", "c"), {}),
+    "rows": ((4,), ("data",), ("data",), {}),
+    "heads": ((2, 2), ("data", "model"), (), {"heads": "model", "mlp": "model", "vocab": "model"}),
+    "both": (
+        (2, 2),
+        ("data", "model"),
+        ("data",),
+        {"heads": "model", "mlp": "model", "vocab": "model"},
+    ),
+    "fsdp": ((4,), ("data",), ("data",), {"embed": "data"}),
+    "tokens": ((2, 2), ("data", "sequence"), ("data", "sequence"), {}),
 }
 """Sizes and names of the mesh's axes, axes that split rows and tokens, and axes of parameters."""
 

@@ -37,7 +37,11 @@ KINDS = {
     "mixed": (AxisType.Explicit, AxisType.Auto),
     "manual": (AxisType.Explicit, AxisType.Explicit),
 }
-LAYOUTS = {"rows": (("a", "b"), ()), "heads": ((), ("b",)), "both": (("a",), ("b",))}
+LAYOUTS = {
+    "rows": (("data", "model"), ()),
+    "heads": ((), ("model",)),
+    "both": (("data",), ("model",)),
+}
 WITHOUT_HEADS = {"mla", "tglobal", "rmt"}
 """Ops whose arrays `[*B, T, D]` have no heads."""
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -83,7 +87,7 @@ def check(kind: str, name: str) -> dict[str, Any]:
 def on_mesh(
     kind: str, op: Op, name: str, rows: tuple, heads: tuple, inputs: Any, expected: Any
 ) -> dict[str, Any]:
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=KINDS[kind])
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=KINDS[kind])
     rules = {"batch": rows, "heads": heads}
     in_context = use_rules(rules) if kind == "auto" else nullcontext()
 
@@ -97,9 +101,9 @@ def on_mesh(
     arguments = put(weights), [*map(put, arrays)], jax.device_put(constants, whole)
     apply: Callable = op
     if kind == "manual":
-        specs = (PartitionSpec("a"), PartitionSpec()), PartitionSpec("a")
+        specs = (PartitionSpec("data"), PartitionSpec()), PartitionSpec("data")
         apply = jax.shard_map(
-            lambda *x: op(*x), mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names={"a"}
+            lambda *x: op(*x), mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names={"data"}
         )
     compute = partial(value_and_gradients, apply)
     results = []

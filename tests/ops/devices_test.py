@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from heinsen_jax import ops
 from heinsen_jax.ops import dot_product_attention, linear_attention, log_attention
-from heinsen_jax.ops.devices import Axis, forms_of, labels_of
+from heinsen_jax.ops.devices import Axis, annotations_of, leaf_axes
 
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
 ELSEWHERE = {"edge_counts", "orthogonal_features", "over_context", "sharded_log_attention"}
@@ -105,12 +105,12 @@ def test_a_mask_broadcasts_over_sequences_and_heads(shape):
 
 
 def test_axes_follow_from_annotations():
-    forms = forms_of(linear_attention)
+    annotations = annotations_of(linear_attention)
     x = jnp.zeros((2, 3, 5, 4, 8))
-    assert labels_of(x, forms["query"], 2) == [
+    assert leaf_axes(x, annotations["query"], 2) == [
         (Axis("B", 0), Axis("B", 1), Axis("T"), Axis("N"), Axis("K"))
     ]
-    assert labels_of(jnp.zeros((2, 3, 2), int), forms["key_value_seq_lengths"], 2)[0][:2] == (
+    assert leaf_axes(jnp.zeros((2, 3, 2), int), annotations["key_value_seq_lengths"], 2)[0][:2] == (
         Axis("B", 0),
         Axis("B", 1),
     )

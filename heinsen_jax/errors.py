@@ -246,20 +246,17 @@ def _extra_of(module: str | None) -> str | None:
     return next((extra for extra, modules in EXTRAS.items() if top in modules), None)
 
 
-def without_extra(
-    missing: ImportError, module: str = "", extra: str | None = None
-) -> BaseException:
+def without_extra(missing: ImportError, module: str = "") -> BaseException:
     """The exception that names the extra of a missing module, for `raise ... from missing`.
 
     Args:
       missing: the error of the import.
       module: the importing module; if it is the program, one line is printed.
-      extra: the extra if the missing module is not one of `EXTRAS`.
 
     Returns:
       A `MissingExtra`, or for the program SystemExit(2); or `missing`, if no extra is known.
     """
-    error, extra = missing, _extra_of(missing.name) or extra
+    error, extra = missing, _extra_of(missing.name)
     if extra is None:
         return missing
     if not isinstance(missing, MissingExtra):
@@ -280,4 +277,4 @@ def extra_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as missing:
-        raise without_extra(missing, extra=_extra_of(name)) from missing
+        raise without_extra(missing) from missing

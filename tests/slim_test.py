@@ -78,19 +78,19 @@ def normal(distribution: str) -> str:
 
 def installed_with(lines: list[str]) -> set[str]:
     """Distributions that pip installs for requirements."""
-    found: dict[str, set[str]] = {}
+    extras_of: dict[str, set[str]] = {}
     waiting = [Requirement(line) for line in lines]
     while waiting:
         wanted = waiting.pop()
         name, extras = normal(wanted.name), wanted.extras or {""}
-        if extras <= found.setdefault(name, set()):
+        if extras <= extras_of.setdefault(name, set()):
             continue
-        found[name] |= extras
+        extras_of[name] |= extras
         further = map(Requirement, importlib.metadata.requires(name) or ())
         for x in further:
             if not x.marker or any(x.marker.evaluate({"extra": extra}) for extra in extras):
                 waiting.append(x)
-    return {*found}
+    return {*extras_of}
 
 
 @pytest.fixture(scope="module")

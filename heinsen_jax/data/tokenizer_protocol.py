@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and what does not need their libraries."""
+"""The interface of tokenizers, with functions that need no library of tokenizers."""
 
 from collections.abc import Sequence
 from pathlib import Path

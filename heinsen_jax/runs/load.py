@@ -56,7 +56,7 @@ def load_run(
 def load_model(
     workdir: str | Path, *, best: bool = True, on_host: bool = False
 ) -> tuple[LanguageModel, int]:
-    """`load_run` without the tokenizer, whose library need not be installed.
+    """`load_run` without the tokenizer. A saved model needs no extra, a run's checkpoint `train`.
 
     Raises:
       UserError: as `load_run`.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import qwix
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.traverse_util import flatten_dict
 from jax import lax
 
 from heinsen_jax import attention
@@ -134,16 +136,21 @@ def plain_jit(name: str) -> None:
 
 
 def linen(name: str) -> None:
+    """The bridge's parameters, in a module of NNX, give the same results."""
     options = mechanism(name).short_options(LENGTH)
     build = partial(attention.build, name, model_dim=MODEL_DIM, num_heads=NUM_HEADS, **options)
     module = nnx.bridge.ToLinen(lambda *, rngs: build(rngs=rngs))
     variables = module.init(jax.random.key(0), inputs())
-    ours = nnx.state(build(rngs=nnx.Rngs(0)), nnx.Param)
-    sizes = sorted(x.shape for x in jax.tree.leaves(ours))
-    assert sorted(x.shape for x in jax.tree.leaves(variables["params"])) == sizes
-    y = jax.jit(module.apply)(variables, inputs())
-    assert y.shape == inputs().shape
-    assert np.isfinite(y).all()
+    by_path = flatten_dict(flax.core.meta.unbox(variables["params"]))
+    graph, parameters = nnx.split(build(rngs=nnx.Rngs(0)))
+    paths = {tuple(map(str, path)): path for path, _ in nnx.to_flat_state(parameters)}
+    assert {tuple(map(str, path)) for path in by_path} == set(paths)
+    flat = dict(nnx.to_flat_state(parameters))
+    for path, value in by_path.items():
+        flat[paths[tuple(map(str, path))]][...] = value
+    y = jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(inputs())
+    applied = jax.jit(module.apply)(variables, inputs())
+    np.testing.assert_allclose(applied, y, atol=2e-5 * np.abs(y).max())
 
 
 def int8(name: str) -> None:
@@ -167,7 +174,7 @@ def half(name: str, dtype: str) -> None:
     layer = random_layer(name, dtype=dtype, **options)
     y = jax.jit(layer)(inputs().astype(dtype))
     assert y.dtype == dtype
-    assert_close(name, y, 0.08)
+    assert_close(name, y, 0.08 if name == "mlstm" else 0.05)  # a quotient of small sums
 
 
 TRANSFORMS = {

@@ -84,7 +84,7 @@ def check(
 
     expected = run(value_and_gradients, parameters, tokens)
     streamed = run(stream, parameters, tokens) if streams else None
-    found = {}
+    results = {}
     for name in layouts:
         sizes, names, rows, rules = LAYOUTS[name]
         mesh = jax.make_mesh(sizes, names)
@@ -93,7 +93,7 @@ def check(
         y, gradients = jax.jit(value_and_gradients)(split, batch)
         with jax.set_mesh(mesh):
             within = jax.jit(value_and_gradients)(split, batch)
-        found[name] = {
+        results[name] = {
             "error": max(difference((y, gradients), expected), difference(within, expected)),
             "eager": difference(apply(split, batch), expected[0]),
             "sharding": str(y.sharding.spec),
@@ -102,13 +102,13 @@ def check(
             == [x.sharding for x in jax.tree.leaves(split)],
         }
         if streamed is not None:
-            results = jax.jit(stream)(split, batch)
-            found[name] |= {
-                "streamed": difference(results[:2], streamed[:2]),
-                "state": max(map(apart, jax.tree.leaves(results[2]), jax.tree.leaves(streamed[2]))),
-                "states": sorted({str(x.sharding.spec) for x in jax.tree.leaves(results[2])}),
+            *outputs, state = jax.jit(stream)(split, batch)
+            results[name] |= {
+                "streamed": difference(tuple(outputs), streamed[:2]),
+                "state": max(map(apart, jax.tree.leaves(state), jax.tree.leaves(streamed[2]))),
+                "states": sorted({str(x.sharding.spec) for x in jax.tree.leaves(state)}),
             }
-    return found
+    return results
 
 
 def apart(actual: Any, expected: Any) -> float:

@@ -112,11 +112,11 @@ def on_mesh(
     with jax.set_mesh(mesh), in_context:
         results.append(jax.jit(compute)(*arguments))
         forward = collectives(apply, *arguments[1:])
-    found = {"error": max(difference(x, expected) for x in results), "collectives": forward}
+    result = {"error": max(difference(x, expected) for x in results), "collectives": forward}
     if kind == "explicit":
         results.append((y := op(*arguments[1:]), None))
-        found["error"] = max(found["error"], difference(y, expected[0]))
-    return found | {"shardings": [str(y.sharding.spec) for y, _ in results]}
+        result["error"] = max(result["error"], difference(y, expected[0]))
+    return result | {"shardings": [str(y.sharding.spec) for y, _ in results]}
 
 
 def main() -> None:

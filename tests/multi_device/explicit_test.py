@@ -39,17 +39,17 @@ def by_duration(short: Iterable[str], long: Iterable[str]) -> Any:
 def check_ops(kind: str, tested: list[str]) -> dict[str, Any]:
     results = run_apart("explicit_run.py", kind, *tested)
     for name, layouts in results.items():
-        for layout, found in layouts.items():
-            assert found["error"] < TOLERANCE, (kind, name, layout)
+        for layout, result in layouts.items():
+            assert result["error"] < TOLERANCE, (kind, name, layout)
     return results
 
 
 @by_duration(SHORT_OPS, LONG_OPS)
 def test_ops_on_explicit_axes_never_gather_and_split_outputs_like_queries(tested):
     for name, layouts in check_ops("explicit", tested).items():
-        for layout, found in layouts.items():
-            assert not found["collectives"], (name, layout)
-            for sharding in found["shardings"]:
+        for layout, result in layouts.items():
+            assert not result["collectives"], (name, layout)
+            for sharding in result["shardings"]:
                 assert sharding.startswith(SPLIT[layout]), (name, layout)
                 has_heads = layout != "rows" and sharding.count(",") == 3
                 assert not has_heads or "'model'" in sharding, (name, layout)
@@ -58,7 +58,7 @@ def test_ops_on_explicit_axes_never_gather_and_split_outputs_like_queries(tested
 @by_duration((), OPS)
 def test_ops_on_auto_axes_that_are_named_never_gather(tested):
     for name, layouts in check_ops("auto", tested).items():
-        assert not any(found["collectives"] for found in layouts.values()), name
+        assert not any(result["collectives"] for result in layouts.values()), name
 
 
 @by_duration((), OPS)
@@ -75,16 +75,16 @@ def test_ops_inside_the_users_shard_map(tested):
 def check_modules(kind: str, tested: list[str], layouts: str = LAYOUTS) -> dict[str, Any]:
     results = run_apart("explicit_layers_run.py", kind, layouts, *tested)
     for name, layouts in results.items():
-        for layout, found in layouts.items():
+        for layout, result in layouts.items():
             values = ("error", "eager", "streamed", "state")
-            errors = {x: found[x] for x in values if x in found}
+            errors = {x: result[x] for x in values if x in result}
             tolerance = SENSITIVE.get(name, TOLERANCE)
             assert max(errors.values()) < tolerance, (name, layout, errors)
-            assert found["as_parameters"], (name, layout, "gradients")
+            assert result["as_parameters"], (name, layout, "gradients")
             rows = "P(None" if layout == "heads" else "P('data'"
-            assert found["sharding"].startswith(rows), (name, layout)
-            if layout != "heads" and "states" in found:
-                assert all(x == "P()" or x.startswith(rows) for x in found["states"]), name
+            assert result["sharding"].startswith(rows), (name, layout)
+            if layout != "heads" and "states" in result:
+                assert all(x == "P()" or x.startswith(rows) for x in result["states"]), name
     return results
 
 
@@ -100,9 +100,9 @@ def test_layers_on_explicit_axes():
 
 
 def test_split_sequences_exchange_states():
-    found = check_modules("layer", ["linear"], "tokens")["linear"]["tokens"]
-    assert found["sharding"] == "P('data', 'sequence', None)"
-    assert found["collectives"] == {"all-gather": 1}, "of states"
+    result = check_modules("layer", ["linear"], "tokens")["linear"]["tokens"]
+    assert result["sharding"] == "P('data', 'sequence', None)"
+    assert result["collectives"] == {"all-gather": 1}, "of states"
 
 
 @pytest.mark.nightly
@@ -126,8 +126,8 @@ def test_language_models_on_explicit_axes(name):
 def test_training_runs_on_the_users_mesh(tmp_path):
     (tmp_path / "words.txt").write_text("attention at constant cost per token " * 500)
     (tmp_path / "tiny.py").write_text(CONFIG.replace("words.txt", str(tmp_path / "words.txt")))
-    found = run_apart("explicit_layers_run.py", "trainer", str(tmp_path))
-    assert found["explicit"] == pytest.approx(found["none"], rel=1e-5)
-    assert found["auto"] == pytest.approx(found["none"], rel=1e-5)
-    assert found["set"] == {"data": 2, "fsdp": 1, "tensor": 2, "context": 1}
+    result = run_apart("explicit_layers_run.py", "trainer", str(tmp_path))
+    assert result["explicit"] == pytest.approx(result["none"], rel=1e-5)
+    assert result["auto"] == pytest.approx(result["none"], rel=1e-5)
+    assert result["set"] == {"data": 2, "fsdp": 1, "tensor": 2, "context": 1}
     assert load_config(tmp_path / "explicit" / "config.json").mesh.tensor == 2

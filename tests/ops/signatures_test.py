@@ -23,7 +23,6 @@ COLUMNS = {
     "key_value_seq_lengths": None,
 }
 """Keywords, and their defaults in `jax.nn.dot_product_attention`, or in most ops."""
-SHARED = {**COLUMNS, "initial_state": None, "return_state": False, "implementation": None}
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -151,21 +152,20 @@ def _block(
     if erase is not None:
         rows = jnp.concatenate([rows, erase[:, :, None]], 2)
     (scores, rows, key), decay = _scaled(rows, chunks)
-    written = jnp.swapaxes(key, -1, -2)
     if erase is not None:
         inverse = _inverse(jnp.tril(scores[:, :, -1], -1))
-        solved = matmul(inverse, jnp.concatenate([value, rows[:, :, -1]], -1))
-        value, erase = jnp.split(solved, [value.shape[-1]], -1)
+        value, erase = matmul(inverse, value), matmul(inverse, rows[:, :, -1])
 
     def step(
         state: Array, chunk: tuple[Array, Array, Array, Array | None]
     ) -> tuple[Array, tuple[Array, Array]]:
-        decay, written, value, erase = chunk
+        decay, key, value, erase = chunk
         if erase is not None:
             value = value - matmul(erase, state)
-        return decay * state + matmul(written, value), (state, value)
+        added = einsum("xsk,xsv->xkv", key, value)
+        return decay[..., None] * state + added, (state, value)
 
-    state, (before, value) = lax.scan(step, state, (decay, written, value, erase))
+    state, (before, value) = lax.scan(step, state, (decay, key, value, erase))
     scores = jnp.tril(scores[:, :, :heads], 0 if attends_to_itself else -1)
     y = einsum("jxrts,jxsv->jxrtv", scores, value)
     y = y + einsum("jxrtk,jxkv->jxrtv", rows[:, :, :heads], before)
@@ -177,13 +177,15 @@ def _inverse(lower: Float[Array, "J X C C"]) -> Float[Array, "J X C C"]:
     """(I + A)^-1 for A below the diagonal, by (X + A)^-1 = X^-1 - X^-1 A X^-1 for diagonal blocks X
     of 1, 2, 4, ... rows, and A between two of them: forward substitution in matrix products."""
     size = lower.shape[-1]
-    t, s = _indices(size, size)
-    level = t ^ s  # its highest bit is the number of rows of the blocks that (t, s) is between
-    inverse = (t == s).astype(lower.dtype)[None, None] - lower * (level == 1)[None, None]
-    for bit in range(1, (size - 1).bit_length()):
-        between = lower * (level >> bit == 1)[None, None]
-        inverse = inverse - matmul(inverse, matmul(between, inverse))
-    return inverse
+    bits = np.arange((size - 1).bit_length())[:, None, None]
+    t, s = np.indices((size, size))
+    between = _ones((t ^ s) >> bits == 1, lower)  # blocks of 2^bit rows
+
+    def double(inverse: Array, between: Array) -> tuple[Array, None]:
+        return inverse - matmul(inverse, matmul(lower * between, inverse)), None
+
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    return lax.scan(double, varying_like(identity, lower), between[:, None, None])[0]
 
 
 @_inverse.defjvp
@@ -206,33 +208,35 @@ class _Scaled(NamedTuple):
 
 
 def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
-    """Return the operands with decays, and exp(G_C) `[J, X, K or 1, 1]`."""
-    key, total = chunks.key, jnp.ones_like(chunks.key[..., :1, :1])
+    """Return the operands with decays, and exp(G_C) `[J, X, K or 1]`."""
+    key, total = chunks.key, jnp.ones_like(chunks.key[..., 0, :1])
     if chunks.feature_decay is None:
         scores = einsum("jxrtk,jxsk->jxrts", rows, key)
     else:
         decay = _finite(chunks.feature_decay)
         from_start = jnp.exp(_sum_up_to(decay, chunks.head_decay))
-        total, scaled = from_start[:, :, -1:], rows * from_start[:, :, None]
+        total, scaled = from_start[:, :, -1], rows * from_start[:, :, None]
 
         def by_differences() -> tuple[Array, Array]:
             relative = key / from_start
-            return einsum("jxrtk,jxsk->jxrts", scaled, relative), relative * total
+            return einsum("jxrtk,jxsk->jxrts", scaled, relative), relative * total[:, :, None]
 
         def by_sums() -> tuple[Array, Array]:
-            return _by_levels(rows, key, decay), key * jnp.exp(_sum_after(decay))
+            return _by_levels(rows, key, decay)
 
         largest = -jnp.min(lax.stop_gradient(jnp.sum(decay, -2)), initial=0.0)
         way = first_safe(largest[None] - SMALL_DECAY)
-        scores, key = lax.switch(way, (by_differences, by_sums))
+        # Recomputed, so that a way need not return zeros for the other's intermediate results.
+        recomputed = partial(jax.checkpoint, prevent_cse=False)
+        scores, key = lax.switch(way, (recomputed(by_differences), recomputed(by_sums)))
         rows = scaled
     if chunks.head_decay is not None:
         decay = _finite(chunks.head_decay)
         from_start, between = jnp.exp(_sum_up_to(decay)), _between(decay)
         scores, rows = scores * between[:, :, None], rows * from_start[:, :, None]
         key = key * jnp.swapaxes(between[:, :, -1:], -1, -2)
-        total = total * from_start[:, :, -1:]
-    return _Scaled(scores, rows, key), jnp.swapaxes(total, -1, -2)
+        total = total * from_start[:, :, -1]
+    return _Scaled(scores, rows, key), total
 
 
 def _sum_up_to(
@@ -244,15 +248,10 @@ def _sum_up_to(
     other segments would cancel only approximately.
     """
     if head_decay is None:
-        return einsum("ts,jxsf->jxtf", _up_to(decay), decay)
+        return _sums(np.tri(decay.shape[-2], dtype=bool), decay)
     segments = jnp.cumsum(head_decay == -jnp.inf, -2)
     summed = (segments == jnp.swapaxes(segments, -1, -2)) * _up_to(decay)[None, None]
     return einsum("jxts,jxsf->jxtf", summed, decay)
-
-
-def _sum_after(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:
-    """Return G_C - G without subtraction: the sums after each token."""
-    return einsum("ts,jxsf->jxtf", 1 - _up_to(decay), decay)
 
 
 @jax.custom_jvp
@@ -277,8 +276,8 @@ def _finite(decay: Array) -> Array:
     return jnp.maximum(decay, -256.0 if decay.dtype == jnp.float32 else -2048.0)
 
 
-def _by_levels(rows: Array, key: Array, decay: Array) -> Array:
-    """Return the scores, with decays by feature of any size.
+def _by_levels(rows: Array, key: Array, decay: Array) -> tuple[Array, Array]:
+    """Return the scores, and k exp(G_C - G), with decays by feature of any size.
 
     The decay from s to t is the decay from s up to a boundary between them, times the decay from
     there to t. The boundary is the multiple of the largest possible power of two between them,
@@ -286,23 +285,34 @@ def _by_levels(rows: Array, key: Array, decay: Array) -> Array:
     """
     size = key.shape[-2]
     levels = (size - 1).bit_length() + 1
-    level, t, s = _indices(levels, size, size)
+    level, t, s = np.indices((levels, size, size))
     half = (1 << level) >> 1  # tokens on each side of a boundary; 0 for a token and itself
-    boundary = t // jnp.maximum(2 * half, 1) * 2 * half + half
+    boundary = t // np.maximum(2 * half, 1) * 2 * half + half
     summed = ((boundary <= s) & (s <= t)) | ((t < s) & (s < boundary))
-    summed = (summed & (half > 0)).astype(decay.dtype)
-    decays = jnp.exp(einsum("lts,jxsk->jxltk", summed, decay))
+    after = (s > t)[0]
+    summed = np.concatenate([(summed & (half > 0)).reshape(-1, size), after])
+    decays, to_end = jnp.split(jnp.exp(_sums(summed, decay)), [levels * size], 2)
+    decays = decays.reshape(*decays.shape[:2], levels, size, -1)
     scores = einsum(
         "jxrltk,jxlsk->jxrlts", rows[:, :, :, None] * decays[:, :, None], key[:, :, None] * decays
     )
     pairs = ((t ^ s) >> level == 0) & ((t ^ s) >= half) & (t >= s)
-    return jnp.sum(scores * pairs.astype(decay.dtype)[None, None, None], 3)
+    return jnp.sum(jnp.where(pairs, scores, 0), 3), key * to_end
+
+
+def _sums(summed: np.ndarray, decay: Float[Array, "J X C F"]) -> Float[Array, "J X I F"]:
+    """Return the sums over the tokens that each row of `summed` `[I, C]` selects.
+
+    A batched product: XLA's CPU compiler takes several times as long for one with a shared mask.
+    """
+    mask = jnp.broadcast_to(_ones(summed, decay), (*decay.shape[:2], *summed.shape))
+    return einsum("jxis,jxsf->jxif", mask, decay)
 
 
 def _up_to(decay: Float[Array, "*_ C F"]) -> Float[Array, "C C"]:
     return jnp.tri(decay.shape[-2], dtype=decay.dtype)
 
 
-def _indices(*sizes: int) -> list[Array]:
-    """Return one index per axis; they broadcast against each other."""
-    return [lax.broadcasted_iota(jnp.int32, sizes, axis) for axis in range(len(sizes))]
+def _ones(mask: np.ndarray, like: Array) -> Array:
+    """Return a mask as numbers; a quarter of the program's size that constant numbers have."""
+    return jnp.asarray(mask).astype(like.dtype)

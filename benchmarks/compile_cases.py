@@ -103,7 +103,7 @@ def longformer(*arrays: jax.Array) -> jax.Array:
 def log_window(*arrays: jax.Array) -> jax.Array:
     names = "log_weight", "log_decay"
     options: Any = dict(zip(names, arrays[5:], strict=False))
-    return ops.log_window_attention(*arrays[:5], window_size=64, **options)
+    return ops.log_window_attention(*arrays[:5], local_window_size=64, **options)
 
 
 def compressed(*arrays: jax.Array) -> jax.Array:

@@ -216,7 +216,7 @@ def _log_window_attention(
         *tokens,
         log_weight=log_weight,
         log_decay=arrays[6] if len(arrays) > 6 else None,
-        window_size=config.window_size,
+        local_window_size=config.window_size,
         implementation=config.implementation,
         **options,
     )

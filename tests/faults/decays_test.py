@@ -146,7 +146,7 @@ def decayed(op: Callable[..., Array], implementation: str) -> Callable[..., Arra
 
 
 def log_window(query: Array, key: Array, value: Array, decay: Array, *more: Array) -> Array:
-    options = {"log_weight": more[2], "log_decay": decay, "window_size": WINDOW}
+    options = {"log_weight": more[2], "log_decay": decay, "local_window_size": WINDOW}
     return log_window_attention(query, key, value, *more[:2], **options)
 
 

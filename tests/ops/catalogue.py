@@ -257,7 +257,7 @@ OPS: dict[str, Op] = {
     "log_window": Op(  # segments: tests/ops/log_window_test.py
         log_window,
         (*QUERY_KEY_VALUE, (4, 5), (2, 5), (4,), (2,)),
-        options={"window_size": 9},
+        options={"local_window_size": 9},
         state=log_window_state,
         half_error=0.01,
     ),

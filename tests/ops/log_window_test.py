@@ -68,7 +68,7 @@ def dense(*arrays: Any, window_size: int, segment_ids: Any = None) -> Any:
 
 def ours(*arrays: Any, window_size: int = WINDOW, **options: Any) -> Any:
     options |= dict(zip(("log_weight", "log_decay"), arrays[5:], strict=False))
-    options["window_size"] = window_size
+    options["local_window_size"] = window_size
     return log_window_attention(*arrays[:5], **options)
 
 
@@ -238,7 +238,7 @@ def test_large_scores_and_rising_keys(slope, has_decay):
 def test_arguments_that_do_not_fit_are_refused():
     arrays = [np.float32(x) for x in draw(5)]
     _, state = ours(*arrays, return_state=True)
-    with pytest.raises(ValueError, match="window_size must be an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match="local_window_size must be an integer >= 1"):
         ours(*arrays, window_size=0)
     with pytest.raises(ValueError, match=r"initial_state.key must have shape \(2, 2, 8, 3\)"):
         ours(*arrays, window_size=8, initial_state=state)
@@ -259,7 +259,7 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="log_decay must be at most 0"):
         ours(*arrays[:6], -arrays[6])
     with pytest.raises(ValueError, match=r"query_features must have shape \(2, 5, 4, 5\)"):
-        log_window_attention(*arrays[:3], arrays[3][..., 1:], arrays[4], window_size=2)
+        log_window_attention(*arrays[:3], arrays[3][..., 1:], arrays[4], local_window_size=2)
 
 
 @pytest.mark.skipif(mosaic.is_available(), reason="a GPU is available")

@@ -69,6 +69,7 @@ def test_defaults_are_those_of_jax():
 def test_names_are_shared(name):
     """No op has another word for a shared keyword."""
     others = {"causal", "softmax_scale", "attn_mask", "attention_mask", "lengths", "seq_lengths"}
+    others |= {"window", "window_size", "sliding_window"}
     assert not others & set(parameters(name))
 
 
@@ -78,6 +79,11 @@ def test_a_window_is_a_number_of_tokens_or_a_pair():
     for op in (ops.log_attention, ops.heinsen_attention, ops.sliding_window_attention):
         last = op(query, key, value, local_window_size=4)
         np.testing.assert_array_equal(op(query, key, value, local_window_size=(3, 0)), last)
+    mixed = [
+        ops.log_window_attention(query, key, value, query, key, local_window_size=window)
+        for window in (4, (3, 0))
+    ]
+    np.testing.assert_array_equal(*mixed)
     pooled = ops.additive_pooling(value, value[..., 0], local_window_size=4)
     pair = ops.additive_pooling(value, value[..., 0], local_window_size=(3, 1))
     np.testing.assert_array_equal(pair, pooled)

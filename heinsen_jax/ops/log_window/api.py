@@ -19,6 +19,7 @@ from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.log_window.merged import attend
 from heinsen_jax.ops.log_window.state import LogWindowState
+from heinsen_jax.ops.masks import reach
 from heinsen_jax.typing import Array, Float, Keys, Mixed, Query, Segments, Values
 
 Implementation = Literal["scan", "chunked", "gpu"] | Chunked
@@ -33,7 +34,7 @@ def log_window_attention(
     query_features: Float[Array, "*B T N F"],
     key_features: Float[Array, "*B S G F"],
     *,
-    window_size: int,
+    local_window_size: int | tuple[int, int],
     log_weight: Float[Array, "*B T N"] | None = None,
     log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
@@ -52,7 +53,7 @@ def log_window_attention(
     query_features: Float[Array, "*B T N F"],
     key_features: Float[Array, "*B S G F"],
     *,
-    window_size: int,
+    local_window_size: int | tuple[int, int],
     log_weight: Float[Array, "*B T N"] | None = None,
     log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
@@ -71,7 +72,7 @@ def log_window_attention(
     query_features: Float[Array, "*B T N F"],
     key_features: Float[Array, "*B S G F"],
     *,
-    window_size: int,
+    local_window_size: int | tuple[int, int],
     log_weight: Float[Array, "*B T N"] | None = None,
     log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
@@ -107,7 +108,8 @@ def log_window_attention(
       value: V `[*B, T, num_kv_heads, value_depth]`, of any sign.
       query_features: P `[*B, T, num_heads, num_features]`.
       key_features: C `[*B, T, num_kv_heads, num_features]`.
-      window_size: w, the number of tokens of the window, including the query's.
+      local_window_size: w, the number of tokens of the window, including the query's; or a pair,
+        the numbers of tokens before the query and, of no effect, after it.
       log_weight: g `[*B, T, num_heads]`; 0 when None.
       log_decay: D `[*B, T, num_kv_heads]`, at most 0, may be -inf: before token r is added to the
         sums over earlier tokens, when it leaves the window, they are multiplied by exp(D_r). No
@@ -125,8 +127,8 @@ def log_window_attention(
       Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogWindowState`.
 
     Raises:
-      ValueError: window_size is below 1, the implementation is unknown, or shapes, dtypes or the
-        state do not fit.
+      ValueError: local_window_size is below 1, the implementation is unknown, or shapes, dtypes or
+        the state do not fit.
       NotImplementedError: the named implementation does not support the call.
 
     Examples:
@@ -134,7 +136,8 @@ def log_window_attention(
 
       >>> key = jnp.zeros((3, 1, 1))  # three tokens, one head
       >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
-      >>> log_window_attention(key, key, value, key, key, window_size=1).ravel().round().tolist()
+      >>> y = log_window_attention(key, key, value, key, key, local_window_size=1)
+      >>> y.ravel().round().tolist()
       [2.0, 3.0, 6.0]
 
     References:
@@ -142,6 +145,7 @@ def log_window_attention(
       2024, LoLCATs, arXiv:2410.10254, which merges a window with linear attention.
     """
     arrays = query, key, value, query_features, key_features
+    window_size = reach(local_window_size, is_causal=True)[0] + 1
     _check(arrays, log_weight, log_decay, segment_ids, window_size, initial_state)
     attention = _resolve_implementation(implementation, *arrays)
     *batch, length, groups, key_depth = key.shape
@@ -180,8 +184,6 @@ def _check(
     check_array("log_decay", log_decay, (key.shape[:-1],), jnp.floating)
     check_decay("log_decay", log_decay)
     check_tokens(key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=None)
-    if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
-        raise ValueError(f"window_size must be an integer >= 1, got {window_size!r}")
     if state is None:
         return
     decays = state.log_decay, state.earlier.log_decay

@@ -112,7 +112,9 @@ def check(
 
 
 def apart(actual: Any, expected: Any) -> float:
-    return float(np.max(np.abs(np.asarray(actual) - expected), initial=0))
+    """The largest difference, relative to the largest value if sums of tokens exceed 1."""
+    largest = np.max(np.abs(expected), initial=1)
+    return float(np.max(np.abs(np.asarray(actual) - expected), initial=0) / largest)
 
 
 def layer(layouts: list[str], name: str) -> dict[str, Any]:

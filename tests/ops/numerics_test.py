@@ -93,6 +93,20 @@ def test_share_of_an_empty_total_is_zero():
     )
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_share_is_the_exponential_of_the_difference_bit_for_bit(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        limits = jnp.finfo(dtype)
+        x = jnp.linspace(-3 * jnp.log(limits.max), 3 * jnp.log(limits.max), 2001).astype(dtype)
+        x = jnp.concatenate([x, jnp.asarray([-INF, limits.min, limits.max, INF, jnp.nan], dtype)])
+        compared = jax.jit(lambda x: (numerics.share(x, jnp.zeros_like(x)), jnp.exp(x)))
+        have, want = (np.asarray(y) for y in compared(x))
+        assert have.tobytes() == want.tobytes()
+        assert have.dtype == dtype
+        assert 0 in have
+        assert np.inf in have
+
+
 def test_where_empty_replaces_only_log_zero():
     x = jnp.asarray([-INF, 1.0, INF])
     np.testing.assert_array_equal(numerics.where_empty(x, 7.0), [7.0, 1.0, INF])

@@ -25,7 +25,7 @@ from heinsen_jax.ops.layout import is_symbolic, nearly_equal_blocks, unchunk, va
 from heinsen_jax.ops.log_attention import exact, fast
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.state import read_all
-from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
+from heinsen_jax.ops.numerics import reciprocal, safe_log, share, where_empty
 from heinsen_jax.typing import Array, DTypeLike, Float, Int
 
 T = TypeVar("T")
@@ -105,8 +105,8 @@ class Chunked:
         span, scale = log_value_range(inputs.value, state.mean)
 
         def linear(inputs: Inputs, state: Averages) -> tuple[Array, Averages]:
-            value = jnp.exp(inputs.value - scale[:, None])
-            state = state._replace(mean=jnp.exp(state.mean - scale[:, :, None]))
+            value = share(inputs.value, scale[:, None])
+            state = state._replace(mean=share(state.mean, scale[:, :, None]))
             y, after = read_all(replace(inputs, value=value), state, is_log=False)
             mean = safe_log(after.mean) + scale[:, :, None]
             return safe_log(y) + scale[:, None, :, None], after._replace(mean=mean)
@@ -320,7 +320,7 @@ def log_value_range(
     high = jnp.maximum(
         jnp.max(log_value, 1, initial=-jnp.inf), jnp.max(log_mean, -2, initial=-jnp.inf)
     )
-    span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
+    span = jnp.max(high - low, initial=0.0)  # of nothing: -inf - inf
     return span, where_empty(high, 0.0)
 
 
@@ -342,8 +342,8 @@ def _fast_backward(
 
 def _to_linear(inputs: Inputs, state: Averages, measured: Measured) -> tuple[Inputs, Averages]:
     if measured.inverse is None:
-        value = jnp.exp(inputs.value - measured.scale[:, None])
-        mean = jnp.exp(state.mean - _for_state(measured.scale))
+        value = share(inputs.value, measured.scale[:, None])
+        mean = share(state.mean, _for_state(measured.scale))
     else:
         value = inputs.value * measured.inverse[:, None]
         mean = state.mean * _for_state(measured.inverse)

@@ -138,8 +138,8 @@ def _chunk(
         past = query + repeat_rows(from_start, query.shape[1] // size)
         key_at_end, kept = key + to_end, kept + from_start[:, -1]
     scores = _scores(query, key, decay, from_start)
-    query_softmax = softmax(jnp.concatenate([scores, past + state.log_z[:, None]], -1), -1)
-    state_softmax = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
+    query_softmax = softmax((jnp.concatenate([scores, past + state.log_z[:, None]], -1),), -1)
+    state_softmax = softmax((key_at_end, kept[:, None]), 1)
     y, mean = average(query_softmax, state_softmax, value, state.mean)
     return (y, query_softmax.log_z), Averages(state_softmax.log_z, mean)
 
@@ -148,10 +148,10 @@ def averages(
     query_softmax: Softmax, state_softmax: Softmax, value: Array, mean: Array
 ) -> tuple[Array, Array]:
     """`Average` of values."""
-    y = matmul(query_softmax.weights, jnp.concatenate([value, mean], 1))
-    weights = state_softmax.weights
-    added = matmul(jnp.swapaxes(weights[:, :-1], 1, 2), value)
-    return y, added + weights[:, -1][..., None] * mean
+    (weights,) = query_softmax.weights
+    y = matmul(weights, jnp.concatenate([value, mean], 1))
+    absorbed, kept = (jnp.swapaxes(x, 1, 2) for x in state_softmax.weights)
+    return y, matmul(absorbed, value) + kept * mean
 
 
 def log_averages(
@@ -167,10 +167,10 @@ def log_averages(
         empty = jnp.where(softmax.log_z == -jnp.inf, -jnp.inf, 0.0)
         return Scaled(sums, exps.exponent + empty[..., None])
 
-    log_weights = jnp.swapaxes(state_softmax.log_weights, 1, 2)
-    kept = log_weights[..., -1:] + mean
-    y = scaled(y, query_softmax).or_by_terms(query_softmax.log_weights, every)
-    after = scaled(after, state_softmax).or_by_terms(log_weights[..., :-1], value, kept)
+    (log_weights,) = query_softmax.log_weights
+    absorbed, kept = (jnp.swapaxes(x, 1, 2) for x in state_softmax.log_weights)
+    y = scaled(y, query_softmax).or_by_terms(log_weights, every)
+    after = scaled(after, state_softmax).or_by_terms(absorbed, value, kept + mean)
     return y.log(), after.log()
 
 

@@ -125,10 +125,9 @@ def forward(
     multiple of the chunk size; the state is `[X, ...]`."""
     query, key, value, decay, segments = _exponents(inputs, form.chunk_size)
     scale = finite(scales.query)[..., None, :]
-    key = jnp.exp(key - scale)
-    query = query + scale
+    key, query = share(key, scale), query + scale
     largest = finite(jnp.max(query, -1, keepdims=True))
-    query = jnp.exp(query - largest)
+    query = share(query, largest)
 
     absorbed = key if segments is None else _where_last(segments, key, 0.0)
     added = form.einsum("jxck,jxcv->jxkv", absorbed, value), jnp.sum(absorbed, -2)

@@ -72,7 +72,7 @@ def _attend(
     *folds, heads, size, _ = query.shape
     scores = log_scores(query.reshape(*folds, heads * size, -1), key)
     scores = jnp.where(mask, scores.reshape(*folds, heads, size, -1), -jnp.inf)
-    weights = softmax(scores, -1).weights
+    (weights,) = softmax((scores,), -1).weights
     y = matmul(weights.reshape(*folds, heads * size, -1), value)
     return y.reshape(*folds, heads, size, -1)
 

@@ -295,9 +295,16 @@ def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
     return jnp.where(equal, -jnp.inf, largest + jnp.log(-jnp.expm1(gap))), y > x
 
 
+@jax.custom_jvp
 def reciprocal(x: Array) -> Array:
-    """1 / x, and 0 for x = 0."""
+    """1 / x, and 0, with derivative 0, for x = 0."""
     return jnp.sign(x) / jnp.maximum(jnp.abs(x), jnp.finfo(x.dtype).smallest_normal)
+
+
+@reciprocal.defjvp
+def _reciprocal_jvp(primals, tangents):
+    y = reciprocal(*primals)
+    return y, -y * y * tangents[0]
 
 
 def split_exact(x: Array, quantum: float) -> Array:

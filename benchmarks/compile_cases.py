@@ -19,7 +19,7 @@ LENGTH, HEADS, DEPTH = 1024, 8, 32
 WIDTH = HEADS * DEPTH
 BLOCK = 16  # tokens that `tglobal_attention` summarizes
 ROUTED = 64  # tokens in the heavy branches of CoLT5
-HEINSEN, LOG, WITH_OPTIONS, OTHER = 6.0, 8.0, 14.0, 6.0  # maximum multiple of the baseline
+DEFAULT, LARGER, LARGEST = 6.0, 8.0, 14.0  # maximum multiples of the baseline
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
 
     op: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
-    limit: float = OTHER
+    limit: float = DEFAULT
     integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     max_bytes: int | None = None
 
@@ -164,42 +164,40 @@ SUMMARIES = (1, LENGTH // BLOCK, HEADS, DEPTH)
 SOFTMAX_BASELINE = Case(partial(jax.nn.dot_product_attention, is_causal=True), QKV, 1.0)
 
 LOG_ATTENTION = {
-    "heinsen_attention": Case(ops.heinsen_attention, QKV, HEINSEN, max_bytes=115_000),
+    "heinsen_attention": Case(ops.heinsen_attention, QKV, max_bytes=115_000),
     "heinsen_attention, decay": Case(
-        partial(decayed, ops.heinsen_attention), (*QKV, LOGITS), WITH_OPTIONS, max_bytes=150_000
+        partial(decayed, ops.heinsen_attention), (*QKV, LOGITS), LARGEST, max_bytes=150_000
     ),
     "heinsen_attention, segments": Case(
-        ops.heinsen_attention, QKV, WITH_OPTIONS, SEGMENTS, max_bytes=155_000
+        ops.heinsen_attention, QKV, LARGEST, SEGMENTS, max_bytes=155_000
     ),
-    "log_attention": Case(ops.log_attention, QKV, LOG, max_bytes=160_000),
+    "log_attention": Case(ops.log_attention, QKV, LARGER, max_bytes=160_000),
     "log_attention, decay by head": Case(
-        partial(decayed, ops.log_attention), (*QKV, LOGITS), WITH_OPTIONS, max_bytes=195_000
+        partial(decayed, ops.log_attention), (*QKV, LOGITS), LARGEST, max_bytes=195_000
     ),
     "log_attention, decay by feature": Case(
-        partial(decayed, ops.log_attention), (*QKV, TOKENS), WITH_OPTIONS, max_bytes=215_000
+        partial(decayed, ops.log_attention), (*QKV, TOKENS), LARGEST, max_bytes=215_000
     ),
-    "log_attention, segments": Case(
-        ops.log_attention, QKV, WITH_OPTIONS, SEGMENTS, max_bytes=200_000
-    ),
+    "log_attention, segments": Case(ops.log_attention, QKV, LARGEST, SEGMENTS, max_bytes=200_000),
     "log_attention, window": Case(
-        partial(ops.log_attention, local_window_size=256), QKV, WITH_OPTIONS, max_bytes=390_000
+        partial(ops.log_attention, local_window_size=256), QKV, LARGEST, max_bytes=390_000
     ),
     "log_attention, bidirectional": Case(
-        partial(ops.log_attention, is_causal=False), QKV, LOG, max_bytes=115_000
+        partial(ops.log_attention, is_causal=False), QKV, LARGER, max_bytes=115_000
     ),
     "log_attention, scan": Case(
-        partial(ops.log_attention, implementation="scan"), QKV, LOG, max_bytes=115_000
+        partial(ops.log_attention, implementation="scan"), QKV, LARGER, max_bytes=115_000
     ),
     "log_attention, reference": Case(
-        partial(ops.log_attention, implementation="reference"), QKV, LOG
+        partial(ops.log_attention, implementation="reference"), QKV, LARGER
     ),
-    "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS, max_bytes=265_000),
-    "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH)), LOG),
+    "sharded_log_attention": Case(sharded, QKV, LARGEST, max_bytes=265_000),
+    "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH)), LARGER),
     "log_window_attention": Case(
-        log_window, (*QKV, FEATURES, FEATURES, LOGITS), WITH_OPTIONS, max_bytes=170_000
+        log_window, (*QKV, FEATURES, FEATURES, LOGITS), LARGEST, max_bytes=170_000
     ),
     "log_window_attention, decay": Case(
-        log_window, (*QKV, FEATURES, FEATURES, LOGITS, LOGITS), WITH_OPTIONS, max_bytes=200_000
+        log_window, (*QKV, FEATURES, FEATURES, LOGITS, LOGITS), LARGEST, max_bytes=200_000
     ),
 }
 
@@ -214,7 +212,7 @@ GATED_DELTA_RULE = {
     "gated_delta_rule, decay by feature, erasure": Case(
         gated, (*QKV, TOKENS, LOGITS), max_bytes=110_000
     ),
-    "mlstm_attention": Case(mlstm, (*QKV, LOGITS, LOGITS), LOG, max_bytes=110_000),
+    "mlstm_attention": Case(mlstm, (*QKV, LOGITS, LOGITS), LARGER, max_bytes=110_000),
 }
 
 OTHERS = {

@@ -231,5 +231,5 @@ def _summary(
     _, key, value, _, features, _, *decay = arrays
     first = None if key_value_seq_lengths is None else key_value_seq_lengths[..., 0]
     return LogWindowState.of_tokens(
-        key, value, features, *decay, window_size=config.window_size, first=first
+        key, value, features, *decay, local_window_size=config.window_size, first=first
     )

@@ -179,7 +179,7 @@ def _inverse(lower: Float[Array, "J X C C"]) -> Float[Array, "J X C C"]:
     size = lower.shape[-1]
     bits = np.arange((size - 1).bit_length())[:, None, None]
     t, s = np.indices((size, size))
-    between = _ones((t ^ s) >> bits == 1, lower)  # blocks of 2^bit rows
+    between = _as_numbers((t ^ s) >> bits == 1, lower)  # pairs across blocks of 2^bit rows
 
     def double(inverse: Array, between: Array) -> tuple[Array, None]:
         return inverse - matmul(inverse, matmul(lower * between, inverse)), None
@@ -221,14 +221,11 @@ def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
             relative = key / from_start
             return einsum("jxrtk,jxsk->jxrts", scaled, relative), relative * total[:, :, None]
 
-        def by_sums() -> tuple[Array, Array]:
-            return _by_levels(rows, key, decay)
-
         largest = -jnp.min(lax.stop_gradient(jnp.sum(decay, -2)), initial=0.0)
         way = first_safe(largest[None] - SMALL_DECAY)
-        # Recomputed, so that a way need not return zeros for the other's intermediate results.
-        recomputed = partial(jax.checkpoint, prevent_cse=False)
-        scores, key = lax.switch(way, (recomputed(by_differences), recomputed(by_sums)))
+        # Recomputed: otherwise each branch would also return zeros for the residuals of the other.
+        ways = by_differences, partial(_by_levels, rows, key, decay)
+        scores, key = lax.switch(way, [jax.checkpoint(x, prevent_cse=False) for x in ways])
         rows = scaled
     if chunks.head_decay is not None:
         decay = _finite(chunks.head_decay)
@@ -303,9 +300,10 @@ def _by_levels(rows: Array, key: Array, decay: Array) -> tuple[Array, Array]:
 def _sums(summed: np.ndarray, decay: Float[Array, "J X C F"]) -> Float[Array, "J X I F"]:
     """Return the sums over the tokens that each row of `summed` `[I, C]` selects.
 
-    A batched product: XLA's CPU compiler takes several times as long for one with a shared mask.
+    The mask is repeated for a batched product: a shared one costs XLA's CPU backend several times
+    the time of compilation.
     """
-    mask = jnp.broadcast_to(_ones(summed, decay), (*decay.shape[:2], *summed.shape))
+    mask = jnp.broadcast_to(_as_numbers(summed, decay), (*decay.shape[:2], *summed.shape))
     return einsum("jxis,jxsf->jxif", mask, decay)
 
 
@@ -313,6 +311,7 @@ def _up_to(decay: Float[Array, "*_ C F"]) -> Float[Array, "C C"]:
     return jnp.tri(decay.shape[-2], dtype=decay.dtype)
 
 
-def _ones(mask: np.ndarray, like: Array) -> Array:
-    """Return a mask as numbers; a quarter of the program's size that constant numbers have."""
+def _as_numbers(mask: np.ndarray, like: Array) -> Array:
+    """Return a mask in the dtype of an array. Boolean constants take a quarter of the program's
+    bytes."""
     return jnp.asarray(mask).astype(like.dtype)

@@ -33,8 +33,8 @@ matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 @jax.custom_jvp
 def share(term: Array, total: Array) -> Array:
     """exp(term - total): the share of a term in a log-space total; 0 if the total is -inf."""
-    # Clipped to where it is neither 0 nor infinite, which changes no result: XLA's CPU backend
-    # unrolls short loops of fewer operations, and takes five times as long to compile them.
+    # Beyond these limits exp is 0 or infinite anyway, so clipping changes no result. It keeps XLA's
+    # CPU backend from unrolling short loops, which costs five times the time of compilation.
     difference = term - finite(total)
     limit = np.asarray(2 * math.log(jnp.finfo(difference.dtype).max), difference.dtype)
     return jnp.exp(lax.clamp(-limit, difference, limit))
@@ -89,8 +89,8 @@ def log_sum_exp(x: Array, axis: int) -> Array:
 
 
 class Softmax(NamedTuple):
-    """Softmax over one axis of several arrays: weights, their logarithms, and log_sum_exp of the
-    inputs. Weights are 0 if the axis is empty or all inputs are -inf."""
+    """One softmax over an axis of several arrays, as if they were concatenated: weights and their
+    logarithms by array, and log_sum_exp of all inputs. Weights are 0 if all inputs are -inf."""
 
     weights: tuple[Array, ...]
     log_weights: tuple[Array, ...]
@@ -99,8 +99,8 @@ class Softmax(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(parts: tuple[Array, ...], axis: int) -> Softmax:
-    """Return exp(x - log Z), x - log Z and log Z for each part x of one axis, computed relative to
-    the largest x, so that weights sum to 1 whatever the size of log Z."""
+    """Return exp(x - log Z) and x - log Z for each array x, and log Z of all along the axis,
+    computed relative to the largest x, so that weights sum to 1 whatever the size of log Z."""
     largest = reduce(jnp.maximum, [jnp.max(x, axis, keepdims=True) for x in parts])
     exps = [share(x, largest) for x in parts]
     total = reduce(jnp.add, [jnp.sum(x, axis) for x in exps])
@@ -118,7 +118,7 @@ def _softmax_jvp(axis, primals, tangents):
     (parts,), (d_parts,) = primals, tangents
     result = softmax(parts, axis)
     products = [w * d for w, d in zip(result.weights, d_parts, strict=True)]
-    d_log_z = sum(jnp.sum(x, axis, keepdims=True) for x in products)
+    d_log_z = reduce(jnp.add, [jnp.sum(x, axis, keepdims=True) for x in products])
     d_log_weights = tuple(d - d_log_z for d in d_parts)
     d_weights = tuple(w * d for w, d in zip(result.weights, d_log_weights, strict=True))
     return result, Softmax(d_weights, d_log_weights, jnp.squeeze(d_log_z, axis))
@@ -297,14 +297,14 @@ def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def reciprocal(x: Array) -> Array:
-    """1 / x, and 0, with derivative 0, for x = 0."""
+    """1 / x, at most 1 / the smallest normal number; 0, with derivative 0, for x = 0."""
     return jnp.sign(x) / jnp.maximum(jnp.abs(x), jnp.finfo(x.dtype).smallest_normal)
 
 
 @reciprocal.defjvp
 def _reciprocal_jvp(primals, tangents):
     y = reciprocal(*primals)
-    return y, -y * y * tangents[0]
+    return y, -y * (y * tangents[0])
 
 
 def split_exact(x: Array, quantum: float) -> Array:

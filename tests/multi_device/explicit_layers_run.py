@@ -112,7 +112,7 @@ def check(
 
 
 def apart(actual: Any, expected: Any) -> float:
-    """The largest difference, relative to the largest value if sums of tokens exceed 1."""
+    """Largest difference, relative to the largest value if that exceeds 1."""
     largest = np.max(np.abs(expected), initial=1)
     return float(np.max(np.abs(np.asarray(actual) - expected), initial=0) / largest)
 

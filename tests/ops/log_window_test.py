@@ -174,7 +174,7 @@ def test_states_merge(has_decay):
 
     def state_of(start: int, stop: int, first: Any = None) -> LogWindowState:
         chunk = (x[:, start:stop] for x in (key, value, features, *decay))
-        return LogWindowState.of_tokens(*chunk, window_size=WINDOW, first=first)
+        return LogWindowState.of_tokens(*chunk, local_window_size=WINDOW, first=first)
 
     @jax.jit
     def merged() -> list[LogWindowState]:

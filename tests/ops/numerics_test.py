@@ -109,13 +109,13 @@ def test_share_is_the_exponential_of_the_difference_bit_for_bit(dtype):
 
 def test_reciprocal_of_zero_and_its_derivatives_are_zero():
     x = jnp.asarray([0.0, -0.0, 4.0, -0.5, INF])
-    first, second = (
-        jax.vmap(jax.grad(numerics.reciprocal)),
-        jax.vmap(jax.hessian(numerics.reciprocal)),
-    )
+    first = jax.vmap(jax.grad(numerics.reciprocal))
+    second = jax.vmap(jax.hessian(numerics.reciprocal))
     np.testing.assert_array_equal(numerics.reciprocal(x), [0, 0, 0.25, -2, 0])
     np.testing.assert_allclose(first(x), [0, 0, -1 / 16, -4, 0])
     np.testing.assert_allclose(second(x), [0, 0, 1 / 32, -16, 0])
+    _, tangent = jax.jvp(numerics.reciprocal, (jnp.float32(1e-30),), (jnp.float32(0),))
+    assert tangent == 0
 
 
 def test_where_empty_replaces_only_log_zero():

@@ -320,7 +320,7 @@ def log_value_range(
     high = jnp.maximum(
         jnp.max(log_value, 1, initial=-jnp.inf), jnp.max(log_mean, -2, initial=-jnp.inf)
     )
-    span = jnp.max(high - low, initial=0.0)  # of nothing: -inf - inf
+    span = jnp.max(high - low, initial=0.0)  # -inf where all are log 0
     return span, where_empty(high, 0.0)
 
 

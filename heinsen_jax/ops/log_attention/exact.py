@@ -59,9 +59,9 @@ class Chunk(NamedTuple):
 
 
 Average = Callable[[Softmax, Softmax, Array, Array], tuple[Array, Array]]
-"""Function (softmax of queries `[X, RC, C + K]` and of the state `[X, C + 1, K]`, values
-`[X, C, V]`, averages before the chunk `[X, K, V]`) -> (outputs `[X, RC, V]`, averages after the
-chunk)."""
+"""Function (softmax of queries, of one array `[X, RC, C + K]`, and of the state, of two
+`[X, C or 1, K]`, values `[X, C, V]`, averages before the chunk `[X, K, V]`) -> (outputs
+`[X, RC, V]`, averages after the chunk)."""
 
 
 def forward(

@@ -109,7 +109,7 @@ def log_window_attention(
       query_features: P `[*B, T, num_heads, num_features]`.
       key_features: C `[*B, T, num_kv_heads, num_features]`.
       local_window_size: w, the number of tokens of the window, including the query's; or a pair,
-        the numbers of tokens before the query and, of no effect, after it.
+        the numbers of tokens before and after the query; the latter are never visible.
       log_weight: g `[*B, T, num_heads]`; 0 when None.
       log_decay: D `[*B, T, num_kv_heads]`, at most 0, may be -inf: before token r is added to the
         sums over earlier tokens, when it leaves the window, they are multiplied by exp(D_r). No
@@ -127,7 +127,7 @@ def log_window_attention(
       Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogWindowState`.
 
     Raises:
-      ValueError: local_window_size is below 1, the implementation is unknown, or shapes, dtypes or
+      ValueError: local_window_size is invalid, the implementation is unknown, or shapes, dtypes or
         the state do not fit.
       NotImplementedError: the named implementation does not support the call.
 

@@ -39,7 +39,7 @@ class LogWindowState:
 
     Examples:
       >>> sizes = {"num_kv_heads": 1, "key_depth": 2, "value_depth": 2, "num_features": 4}
-      >>> LogWindowState.empty((), **sizes, window_size=3).key.shape
+      >>> LogWindowState.empty((), **sizes, local_window_size=3).key.shape
       (1, 3, 2)
     """
 
@@ -58,7 +58,7 @@ class LogWindowState:
         key_depth: int,
         value_depth: int,
         num_features: int,
-        window_size: int,
+        local_window_size: int,
         dtype: DTypeLike = jnp.float32,
         *,
         has_decay: bool = False,
@@ -69,11 +69,11 @@ class LogWindowState:
         earlier = HeinsenAttentionState.empty(batch_shape, *sizes, dtype, has_decay=has_decay)
         return cls(
             earlier,
-            key=jnp.zeros((*heads, window_size, key_depth), dtype),
-            value=jnp.zeros((*heads, window_size, value_depth), dtype),
-            key_features=jnp.zeros((*heads, window_size, num_features), dtype),
+            key=jnp.zeros((*heads, local_window_size, key_depth), dtype),
+            value=jnp.zeros((*heads, local_window_size, value_depth), dtype),
+            key_features=jnp.zeros((*heads, local_window_size, num_features), dtype),
             num_tokens=jnp.zeros(heads, jnp.int32),
-            log_decay=jnp.zeros((*heads, window_size, 1), dtype) if has_decay else None,
+            log_decay=jnp.zeros((*heads, local_window_size, 1), dtype) if has_decay else None,
         )
 
     @classmethod
@@ -84,7 +84,7 @@ class LogWindowState:
         key_features: Float[Array, "*B S G F"],
         log_decay: Float[Array, "*B S G"] | None = None,
         *,
-        window_size: int,
+        local_window_size: int,
         first: Integer[Array, "*B"] | None = None,
     ) -> LogWindowState:
         """Return the state of tokens alone.
@@ -94,7 +94,7 @@ class LogWindowState:
           value: `[*B, S, num_kv_heads, value_depth]`.
           key_features: `[*B, S, num_kv_heads, num_features]`.
           log_decay: `[*B, S, num_kv_heads]`; None for no decay.
-          window_size: w.
+          local_window_size: w.
           first: `[*B]`, index of the first token; earlier ones are ignored; 0 when None.
         """
         dtype = jnp.promote_types(jnp.result_type(key, value, key_features), jnp.float32)
@@ -105,9 +105,9 @@ class LogWindowState:
         *heads, length, _ = key.shape
         first = jnp.zeros(heads[:-1], jnp.int32) if first is None else first.astype(jnp.int32)
         is_token = jnp.broadcast_to(jnp.arange(length), (*heads, length)) >= first[..., None, None]
-        outside = max(length - window_size, 0)
+        outside = max(length - local_window_size, 0)
         leaving = jax.tree.map(lambda x: x[..., :outside, :], (features, value, decay))
-        padding = [(0, 0)] * len(heads) + [(max(window_size - length, 0), 0), (0, 0)]
+        padding = [(0, 0)] * len(heads) + [(max(local_window_size - length, 0), 0), (0, 0)]
 
         def window(x: Array) -> Array:
             return jnp.pad(jnp.where(is_token[..., None], x, 0)[..., outside:, :], padding)

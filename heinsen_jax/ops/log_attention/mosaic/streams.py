@@ -21,7 +21,7 @@ from heinsen_jax.ops.log_attention.mosaic.matrices import (
     memory_of,
 )
 from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK, Operands
-from heinsen_jax.ops.numerics import share, where_empty
+from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array, DTypeLike, Float
 
 Carry = TypeVar("Carry")
@@ -346,10 +346,11 @@ def find_scales(
 ) -> tuple[Scales, Float[Array, "C K"] | None]:
     """Return the scales of a chunk, and the keys that the state after includes; None if all."""
     top = jnp.maximum(m, jnp.max(key, 0))
-    read = share(m, top)
+    read = jnp.exp(m - where_empty(top, 0.0))
     if "is_last" not in tiles:
         return Scales(top, read, top, read), None
     absorbed = jnp.where(along(1, tiles["is_last"], key.shape) > 0, key, -jnp.inf)
     kept = m + tiles["carried"]
     top_after = jnp.maximum(kept, jnp.max(absorbed, 0))
-    return Scales(top, read, top_after, share(kept, top_after)), absorbed
+    carried = jnp.exp(kept - where_empty(top_after, 0.0))
+    return Scales(top, read, top_after, carried), absorbed

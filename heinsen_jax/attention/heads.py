@@ -1,7 +1,7 @@
 """Base class of mechanisms with queries, keys and values: projections to heads and back."""
 
 from collections.abc import Callable
-from typing import TypeVar, Unpack
+from typing import Literal, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,9 @@ class HeadsConfig(AttentionConfig):
     """Head dimension of values; model_dim / num_heads by default."""
     gated: bool = False
     """Whether a gated linear unit precedes the output projection, as in Heinsen's block."""
-    query_key_norm: bool = False
-    """Whether queries and keys of each head are RMS-normalized, with a scale per feature."""
+    query_key_norm: bool | Literal["joint"] = False
+    """Whether queries and keys are RMS-normalized, with a scale per feature: those of each head by
+    themselves, or, if joint, those of all heads together, as in OLMo 2."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of the normalization of queries and keys; 1e-6 by default."""
     use_bias: bool = True
@@ -85,9 +86,11 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             model_dim, inner, axes, use_bias=biased, lora_rank=rank, **options
         )
         if chosen.query_key_norm:
-            epsilon = chosen.norm_epsilon
-            self.query_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
-            self.key_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
+            is_joint, epsilon = chosen.query_key_norm == "joint", chosen.norm_epsilon
+            self.query_norm, self.key_norm = (
+                rms_norm(heads * self.key_depth, epsilon=epsilon, **options)
+                for heads in ((num_heads, self.num_kv_heads) if is_joint else (1, 1))
+            )
         if chosen.gated:
             self.gate = linear(mixed, 2 * model_dim, axes[::-1], use_bias=biased, **options)
             self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
@@ -121,8 +124,14 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         """Queries `[..., T, N, K]` of x; keys `[..., S, G, K]` and values of x, or of a source."""
         query, key, value = (project or self.project).heads(x, source, *self.sizes)
         if self.config.query_key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
         return query, key, value
+
+    def _normed(self, norm: nnx.RMSNorm, x: Array) -> Array:
+        """Queries or keys `[..., T, N, K]`, normalized by head or over all heads."""
+        if self.config.query_key_norm != "joint":
+            return norm(x)
+        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -52,6 +52,8 @@ class MatrixStateConfig(AttentionConfig):
     value_depth: pydantic.PositiveInt | None = None
     """Head dimension of values; by default the published multiple of model_dim / num_heads,
     rounded."""
+    norm_epsilon: pydantic.PositiveFloat | None = None
+    """Epsilon of the norm of the outputs; 1e-6 by default."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -130,10 +132,10 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         q | k | v = silu(convolution(x Wq | x Wk | x Wv))
         y = (norm(gated_delta_rule(q, k, v, **gates(x))) * silu(x Wg)) Wo
 
-    where norm is an RMS norm of each head with epsilon 1e-6 (1e-5 in flash-linear-attention, whose
-    layers these follow). Products have no biases unless stated; mechanisms published without
-    convolutions have no SiLU of q, k and v. Subclasses set the attributes below, implement
-    `gates`, and override other methods if they differ.
+    where norm is an RMS norm of each head with epsilon 1e-6 by default (1e-5 in
+    flash-linear-attention, whose layers these follow). Products have no biases unless stated;
+    mechanisms published without convolutions have no SiLU of q, k and v. Subclasses set the
+    attributes below, implement `gates`, and override other methods if they differ.
 
     Attributes:
       op: function of queries, keys, values, the gates, `initial_state`, `return_state` and
@@ -176,7 +178,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
             if size
         )
         self.gate = self.make_gate(values, **options)
-        self.norm = rms_norm(values if self.norms_heads_jointly else self.value_depth, **options)
+        normed = values if self.norms_heads_jointly else self.value_depth
+        self.norm = rms_norm(normed, epsilon=config.norm_epsilon, **options)
         self.output = linear(values, model_dim, ("heads", "embed"), use_bias=False, **options)
 
     def make_gate(

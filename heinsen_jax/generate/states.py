@@ -250,8 +250,11 @@ def fingerprint(model: Model) -> str:
     config = _fields(model.config)
     for name in ("remat", "remat_policy", "trained_length"):
         del config[name]
-    layers = zip(model.config.layer_pattern, model.config.mechanisms(), strict=True)
-    config["attention"] = [(name, _fields(options)) for name, options in layers]
+    layers = zip(model.config.layers, model.config.mechanisms(), strict=True)
+    config["attention"] = [
+        (x.mechanism, _fields(options) | ({"norm_after": True} if x.norm_after else {}))
+        for x, options in layers
+    ]
     for _, options in config["attention"]:
         options.pop("implementation", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())

@@ -1,5 +1,6 @@
 """Names and layouts of tensors in transformers, for parameters of this package."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -10,6 +11,7 @@ import numpy as np
 from heinsen_jax.models import LanguageModelConfig
 
 Tensors: TypeAlias = list[np.ndarray]
+_IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class Heads:
     rotated: int
 
     @classmethod
-    def of(cls, config: LanguageModelConfig) -> "Heads":
-        layer: Any = config.abstract_layers()[0]
+    def of(cls, layer: Any) -> "Heads":
+        """The sizes of a layer."""
         is_rotary = getattr(layer.config, "positions", None) == "rotary"
         rotated = layer.config.rotated(layer.key_depth) if is_rotary else 0
-        return cls(config.num_heads, layer.num_kv_heads, layer.key_depth, rotated)
+        groups = getattr(layer, "num_kv_heads", layer.num_heads)
+        return cls(layer.num_heads, groups, layer.key_depth, rotated)
 
     @property
     def order(self) -> np.ndarray:
@@ -80,8 +83,10 @@ Names: TypeAlias = Mapping[str, tuple[str, Layout]]
 
 SAME = Layout(lambda x, heads: x[0], lambda x, heads: [x])
 DENSE = Layout(lambda x, heads: x[0].T, lambda x, heads: [x.T])
-NORM_OF_HEAD = Layout(
-    lambda x, heads: x[0][heads.order], lambda x, heads: [x[np.argsort(heads.order)]]
+TAPS = Layout(lambda x, heads: x[0][:, 0].T, lambda x, heads: [x.T[:, None]])
+NORM_OF_HEADS = Layout(
+    lambda x, heads: x[0].reshape(-1, heads.depth)[:, heads.order].ravel(),
+    lambda x, heads: [x.reshape(-1, heads.depth)[:, np.argsort(heads.order)].ravel()],
 )
 SEPARATE = Layout(lambda x, heads: heads.join(*x).T, lambda x, heads: heads.split(x.T))
 INTERLEAVED = Layout(
@@ -95,50 +100,81 @@ THIRDS = Layout(
 """Layouts. PyTorch's linear layers have the transpose of our kernels; GPT-2's layers do not."""
 
 # Module of this package -> (module in transformers, layout). A name with {} exists once per layer;
-# one with * is q, k and v.
+# one with * is q, k and v. Names of layers of one mechanism begin with it instead of "blocks". A
+# name that includes the parameter's is the name of a tensor.
 LLAMA: Names = {
     "embed": ("model.embed_tokens", SAME),
     "unembed": ("lm_head", SAME),
     "norm": ("model.norm", SAME),
-    "blocks.0.norm": ("model.layers.{}.input_layernorm", SAME),
-    "blocks.0.attention.project": ("model.layers.{}.self_attn.*_proj", SEPARATE),
-    "blocks.0.attention.query_norm": ("model.layers.{}.self_attn.q_norm", NORM_OF_HEAD),
-    "blocks.0.attention.key_norm": ("model.layers.{}.self_attn.k_norm", NORM_OF_HEAD),
-    "blocks.0.attention.output": ("model.layers.{}.self_attn.o_proj", DENSE),
-    "blocks.0.mlp_norm": ("model.layers.{}.post_attention_layernorm", SAME),
-    "blocks.0.mlp.gate": ("model.layers.{}.mlp.gate_proj", DENSE),
-    "blocks.0.mlp.up": ("model.layers.{}.mlp.up_proj", DENSE),
-    "blocks.0.mlp.down": ("model.layers.{}.mlp.down_proj", DENSE),
+    "blocks.norm": ("model.layers.{}.input_layernorm", SAME),
+    "blocks.attention.project": ("model.layers.{}.self_attn.*_proj", SEPARATE),
+    "blocks.attention.query_norm": ("model.layers.{}.self_attn.q_norm", NORM_OF_HEADS),
+    "blocks.attention.key_norm": ("model.layers.{}.self_attn.k_norm", NORM_OF_HEADS),
+    "blocks.attention.output": ("model.layers.{}.self_attn.o_proj", DENSE),
+    "blocks.mlp_norm": ("model.layers.{}.post_attention_layernorm", SAME),
+    "blocks.mlp.gate": ("model.layers.{}.mlp.gate_proj", DENSE),
+    "blocks.mlp.up": ("model.layers.{}.mlp.up_proj", DENSE),
+    "blocks.mlp.down": ("model.layers.{}.mlp.down_proj", DENSE),
 }
 GPT2: Names = {
     "embed": ("transformer.wte", SAME),
     "unembed": ("lm_head", SAME),
     "position": ("transformer.wpe", SAME),
     "norm": ("transformer.ln_f", SAME),
-    "blocks.0.norm": ("transformer.h.{}.ln_1", SAME),
-    "blocks.0.attention.project": ("transformer.h.{}.attn.c_attn", THIRDS),
-    "blocks.0.attention.output": ("transformer.h.{}.attn.c_proj", SAME),
-    "blocks.0.mlp_norm": ("transformer.h.{}.ln_2", SAME),
-    "blocks.0.mlp.up": ("transformer.h.{}.mlp.c_fc", SAME),
-    "blocks.0.mlp.down": ("transformer.h.{}.mlp.c_proj", SAME),
+    "blocks.norm": ("transformer.h.{}.ln_1", SAME),
+    "blocks.attention.project": ("transformer.h.{}.attn.c_attn", THIRDS),
+    "blocks.attention.output": ("transformer.h.{}.attn.c_proj", SAME),
+    "blocks.mlp_norm": ("transformer.h.{}.ln_2", SAME),
+    "blocks.mlp.up": ("transformer.h.{}.mlp.c_fc", SAME),
+    "blocks.mlp.down": ("transformer.h.{}.mlp.c_proj", SAME),
 }
 GPT_NEOX: Names = {
     "embed": ("gpt_neox.embed_in", SAME),
     "unembed": ("embed_out", SAME),
     "norm": ("gpt_neox.final_layer_norm", SAME),
-    "blocks.0.norm": ("gpt_neox.layers.{}.input_layernorm", SAME),
-    "blocks.0.attention.project": ("gpt_neox.layers.{}.attention.query_key_value", INTERLEAVED),
-    "blocks.0.attention.output": ("gpt_neox.layers.{}.attention.dense", DENSE),
-    "blocks.0.mlp_norm": ("gpt_neox.layers.{}.post_attention_layernorm", SAME),
-    "blocks.0.mlp.up": ("gpt_neox.layers.{}.mlp.dense_h_to_4h", DENSE),
-    "blocks.0.mlp.down": ("gpt_neox.layers.{}.mlp.dense_4h_to_h", DENSE),
+    "blocks.norm": ("gpt_neox.layers.{}.input_layernorm", SAME),
+    "blocks.attention.project": ("gpt_neox.layers.{}.attention.query_key_value", INTERLEAVED),
+    "blocks.attention.output": ("gpt_neox.layers.{}.attention.dense", DENSE),
+    "blocks.mlp_norm": ("gpt_neox.layers.{}.post_attention_layernorm", SAME),
+    "blocks.mlp.up": ("gpt_neox.layers.{}.mlp.dense_h_to_4h", DENSE),
+    "blocks.mlp.down": ("gpt_neox.layers.{}.mlp.dense_4h_to_h", DENSE),
+}
+OLMO2: Names = LLAMA | {
+    "blocks.norm": ("model.layers.{}.post_attention_layernorm", SAME),
+    "blocks.mlp_norm": ("model.layers.{}.post_feedforward_layernorm", SAME),
+}
+DELTA = "model.layers.{}.linear_attn"
+OLMO_HYBRID: Names = OLMO2 | {
+    "gated_deltanet.norm": ("model.layers.{}.attention_layer_norm", SAME),
+    "gated_deltanet.mlp_norm": ("model.layers.{}.feedforward_layer_norm", SAME),
+    "gated_deltanet.attention.query": (f"{DELTA}.q_proj", DENSE),
+    "gated_deltanet.attention.key": (f"{DELTA}.k_proj", DENSE),
+    "gated_deltanet.attention.value": (f"{DELTA}.v_proj", DENSE),
+    "gated_deltanet.attention.convolutions.0.taps": (f"{DELTA}.q_conv1d.weight", TAPS),
+    "gated_deltanet.attention.convolutions.1.taps": (f"{DELTA}.k_conv1d.weight", TAPS),
+    "gated_deltanet.attention.convolutions.2.taps": (f"{DELTA}.v_conv1d.weight", TAPS),
+    "gated_deltanet.attention.decay": (f"{DELTA}.a_proj", DENSE),
+    "gated_deltanet.attention.to_log_decay.log_rate": (f"{DELTA}.A_log", SAME),
+    "gated_deltanet.attention.to_log_decay.bias": (f"{DELTA}.dt_bias", SAME),
+    "gated_deltanet.attention.beta": (f"{DELTA}.b_proj", DENSE),
+    "gated_deltanet.attention.gate": (f"{DELTA}.g_proj", DENSE),
+    "gated_deltanet.attention.norm": (f"{DELTA}.o_norm", SAME),
+    "gated_deltanet.attention.output": (f"{DELTA}.o_proj", DENSE),
 }
 NAMES: dict[str, Names] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), LLAMA),
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
+    "olmo2": OLMO2,
+    "olmo_hybrid": OLMO_HYBRID,
 }
 """Names by `model_type`."""
+OTHER_NAMES: dict[str, Names] = {
+    "olmo_hybrid": {"blocks.norm": ("model.layers.{}.feedforward_layer_norm", SAME)}
+}
+"""Names that transformers writes in place of published ones, likewise."""
+DIVIDED: dict[str, str] = {"olmo_hybrid": f"{DELTA}.*_conv1d.weight"}
+"""Tensors q, k and v among which transformers divides their rows equally, whatever their widths."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +218,34 @@ class Entry:
 
 def entries(names: Names, config: LanguageModelConfig, paths: Iterable[str]) -> list[Entry]:
     """The parameters of a model by their paths, with their tensors in another library."""
-    heads, parameters = Heads.of(config), []
+    layers, parameters = config.abstract_layers(), []
     for path in paths:
-        module, _, leaf = path.removesuffix(".value").rpartition(".")
-        theirs, layout = names[module]
-        name = f"{theirs}.{'bias' if leaf == 'bias' else 'weight'}"
+        whole, index, kinds = path.removesuffix(".value"), 0, [""]
+        if in_block := _IN_BLOCK.fullmatch(whole):
+            index, whole = int(in_block[1]), in_block[2]
+            kinds = [config.layer_pattern[index] + ".", "blocks."]
+        module, _, leaf = whole.rpartition(".")
+        suffixes = {whole: "", module: ".bias" if leaf == "bias" else ".weight"}
+        key, suffix = next(
+            (kind + x, suffixes[x]) for kind in kinds for x in suffixes if kind + x in names
+        )
+        name = names[key][0] + suffix
         parts = [name.replace("*", x) for x in "qkv"] if "*" in name else [name]
         is_stacked = "{}" in name
-        layers = range(config.num_layers if is_stacked else 1)
-        each = [[part.format(layer) for part in parts] for layer in layers]
-        parameters.append(Entry(path, each, is_stacked, layout, heads))
+        numbers = range(index, config.num_layers, len(layers)) if is_stacked else range(1)
+        each = [[part.format(number) for part in parts] for number in numbers]
+        parameters.append(Entry(path, each, is_stacked, names[key][1], Heads.of(layers[index])))
     return parameters
+
+
+def tensors_of(
+    parameters: Iterable[Entry],
+    values: Mapping[str, Any],
+    convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, x: x,
+) -> dict[str, np.ndarray]:
+    """All tensors by name, converted, for parameters by their paths."""
+    return {
+        name: convert(name, tensor)
+        for entry in parameters
+        for name, tensor in entry.tensors(np.asarray(values[entry.path]))
+    }

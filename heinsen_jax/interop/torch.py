@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
-from heinsen_jax.interop.tensors import DENSE, SAME, Names, entries
+from heinsen_jax.interop.tensors import DENSE, SAME, Names, entries, tensors_of
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.weights import check_finite, reading_arrays
@@ -26,10 +26,10 @@ __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
 _NAMES: Names = {
     "embed": ("embed", SAME),
     "position.dense": ("embed_pos.dense", DENSE),
-    "blocks.0.norm": ("layers.{}.feedforward1.0", SAME),
-    "blocks.0.attention.project": ("layers.{}.feedforward1.1", DENSE),
-    "blocks.0.attention.gate": ("layers.{}.feedforward2.0", DENSE),
-    "blocks.0.attention.output": ("layers.{}.feedforward2.2", DENSE),
+    "blocks.norm": ("layers.{}.feedforward1.0", SAME),
+    "blocks.attention.project": ("layers.{}.feedforward1.1", DENSE),
+    "blocks.attention.gate": ("layers.{}.feedforward2.0", DENSE),
+    "blocks.attention.output": ("layers.{}.feedforward2.2", DENSE),
     "norm": ("lnorm", SAME),
 }
 
@@ -89,8 +89,8 @@ def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
     """
     _check_published(model.config)
     leaves = flatten_with_names(nnx.state(model, nnx.Param))
-    tensors = (x.tensors(np.asarray(leaves[x.path])) for x in entries(_NAMES, model.config, leaves))
-    return {name: np.ascontiguousarray(x) for named in tensors for name, x in named}
+    tensors = tensors_of(entries(_NAMES, model.config, leaves), leaves)
+    return {name: np.ascontiguousarray(x) for name, x in tensors.items()}
 
 
 def from_file(path: str | Path, *, num_heads: int, allow_nonfinite: bool = False) -> LanguageModel:
@@ -148,6 +148,7 @@ def _check_published(config: LanguageModelConfig) -> None:
         if field.name == "attention":  # the implementation is not part of it
             options = {option for layer in config.layers for option in layer.options}
             is_other = {*config.layer_pattern} != {theirs} or bool(options - {"implementation"})
+            is_other |= any(layer.norm_after for layer in config.layers)
         if field.name not in _FREE and is_other:
             raise ValueError(
                 f"model.{field.name}={value!r}: the published PyTorch model has {theirs!r}, and "

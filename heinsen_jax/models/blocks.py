@@ -35,14 +35,16 @@ class Block(nnx.Module):
         standard, decay, llama     x' + mlp(norm(x')),    x' = x + attention(h)
         fastformer                 x' + mlp(norm(x')),    x' = h + attention(h)
 
-    With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With convolutions, as always in
-    the decay block, the input of attention and mlp is convolution(norm(...)). Returns the result
-    and the state after x, or None unless requested.
+    With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With `norm_after`, norms follow
+    both: x + norm(attention(x)) and x' + norm(mlp(x')). With convolutions, as always in the decay
+    block, the input of attention and mlp is convolution(norm(...)). Returns the result and the
+    state after x, or None unless requested.
     """
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
         self.is_parallel = config.parallel_branches
+        self.norm_after = config.layers[index].norm_after
         norm = partial(NORMS[config.norm_kind], epsilon=config.norm_epsilon)
         self.norm = norm(config.model_dim, **options)
         build = mechanism(config.layer_pattern[index])
@@ -91,12 +93,12 @@ class Block(nnx.Module):
         """The input of attention.
 
         Returns:
-          normed: norm(x), `[..., T, D]`.
-          inputs: convolution(norm(x)), or norm(x) without convolutions, `[..., T, D]`.
+          normed: norm(x), or x if norms follow, `[..., T, D]`.
+          inputs: normed, or convolution(normed) with convolutions, `[..., T, D]`.
           after: the state of the convolution, if any, after x.
         """
         with jax.named_scope("norm"):
-            normed = self.norm(x)
+            normed = x if self.norm_after else self.norm(x)
         return normed, *self._convolved(normed, 0, state, segment_ids)
 
     def after_attention(
@@ -112,7 +114,7 @@ class Block(nnx.Module):
 
         Args:
           x: input of the block, `[..., T, D]`.
-          normed: norm(x), `[..., T, D]`.
+          normed: the first result of `attention_input`, `[..., T, D]`.
           attended: output of attention, `[..., T, D]`.
           state: the state before x.
           segment_ids: segment of each token, `[..., T]`.
@@ -122,12 +124,15 @@ class Block(nnx.Module):
           after: the state of the convolution of the MLP, if any, after x.
         """
         before_attention, after = x, ()
+        attended = self.norm(attended) if self.norm_after else attended
         x = (normed if self.kind == "fastformer" else x) + attended.astype(x.dtype)
         if self.has_mlp:
             with jax.named_scope("mlp"):
-                inputs = self.mlp_norm(before_attention if self.is_parallel else x)
+                inputs = before_attention if self.is_parallel else x
+                inputs = inputs if self.norm_after else self.mlp_norm(inputs)
                 inputs, after = self._convolved(inputs, 1, state, segment_ids)
-                x = x + self.mlp(inputs).astype(x.dtype)
+                y = self.mlp(inputs)
+                x = x + (self.mlp_norm(y) if self.norm_after else y).astype(x.dtype)
         return constrain(x, "tokens", None), after
 
     def _convolved(

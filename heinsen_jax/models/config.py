@@ -168,6 +168,11 @@ class LanguageModelConfig:
                 f"parallel_branches: unsupported with block={self.block!r}; choose "
                 "block='standard', 'decay' or 'llama'"
             )
+        if self.block == "fastformer" and any(layer.norm_after for layer in self.layers):
+            raise ValueError(
+                "norm_after: unsupported with block='fastformer', which continues from the norm; "
+                "choose block='standard', 'decay' or 'llama'"
+            )
         if self.convolution is not None and not self.is_causal:
             of = "convolution_size" if self.convolution_size else f"block={self.block!r}"
             raise ValueError(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,12 +19,11 @@ from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
-from heinsen_jax.models.pattern import Layers, parse_pattern, single_layers
+from heinsen_jax.models.pattern import Layers, parse_pattern, shortest_period, single_layers
 from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
-T = TypeVar("T")
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
@@ -63,9 +62,12 @@ def linear_layers(
     pairs = []  # layers with equal pairs share a stack: all or none have the teacher's weights
     for layer in range(teacher.num_layers):
         index = layer % len(old)
-        new = old[index] if layer in kept else _replaced(teacher, modules[index], chosen)
+        new = old[index]
+        if layer not in kept:
+            replaced = _replaced(teacher, modules[index], chosen)
+            new = replace(replaced, norm_after=new.norm_after)
         pairs.append((new, old[index]))
-    return replace(teacher, attention=tuple(layer for layer, _ in _pattern(pairs)))
+    return replace(teacher, attention=tuple(layer for layer, _ in shortest_period(pairs)))
 
 
 def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
@@ -80,8 +82,7 @@ def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
     return replace(
         model,
         attention=tuple(
-            Layers(layer.mechanism, options={**layer.options, "lora_rank": rank})
-            for layer in model.layers
+            replace(layer, options={**layer.options, "lora_rank": rank}) for layer in model.layers
         ),
     )
 
@@ -90,17 +91,8 @@ def _norms_as_options(model: LanguageModelConfig) -> LanguageModelConfig:
     """The same architecture, with `qk_norm` as an option of its layers."""
     if not model.qk_norm:
         return model
-    layers = (
-        Layers(x.mechanism, options={"query_key_norm": True, **x.options}) for x in model.layers
-    )
+    layers = (replace(x, options={"query_key_norm": True, **x.options}) for x in model.layers)
     return replace(model, qk_norm=False, attention=tuple(layers))
-
-
-def _pattern(layers: list[T]) -> list[T]:
-    """The shortest list that yields the layers if it is repeated."""
-    number = len(layers)
-    periods = (n for n in range(1, number + 1) if number % n == 0)
-    return next(layers[:n] for n in periods if layers == layers[:n] * (number // n))
 
 
 def _indices(index: str, num_layers: int) -> list[int]:

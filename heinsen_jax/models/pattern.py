@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import pydantic
 
@@ -11,6 +11,8 @@ from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.runtime.arguments import Form
 from heinsen_jax.typing import JSON
+
+T = TypeVar("T")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
@@ -32,12 +34,17 @@ class Layers:
     options: Mapping[str, FieldValue] = dataclasses.field(default_factory=dict)
     """Fields of the mechanism's configuration; fields that are left out have the defaults of the
     block and of the mechanism."""
+    norm_after: bool = False
+    """Whether the norms of a block follow attention and MLP, as in OLMo 2, instead of preceding
+    them: x + norm(attention(x))."""
 
     def __hash__(self) -> int:
-        return hash((self.mechanism, self.repeats, frozenset(self.options.items())))
+        options = frozenset(self.options.items())
+        return hash((self.mechanism, self.repeats, options, self.norm_after))
 
     def __str__(self) -> str:
         fields = ({"repeats": self.repeats} if self.repeats > 1 else {}) | {**self.options}
+        fields |= {"norm_after": True} if self.norm_after else {}
         pairs = ",".join(f"{name}={value}" for name, value in fields.items())
         return f"{self.mechanism}:{pairs}" if pairs else self.mechanism
 
@@ -72,7 +79,14 @@ def single_layers(pattern: Pattern) -> tuple[Layers, ...]:
     """
     entries = pattern if isinstance(pattern, tuple) else (pattern,)
     named = (Layers(entry) if isinstance(entry, str) else entry for entry in entries)
-    return tuple(Layers(x.mechanism, options=x.options) for x in named for _ in range(x.repeats))
+    return tuple(dataclasses.replace(x, repeats=1) for x in named for _ in range(x.repeats))
+
+
+def shortest_period(layers: list[T]) -> list[T]:
+    """The shortest list that yields the layers if it is repeated."""
+    number = len(layers)
+    periods = (n for n in range(1, number + 1) if number % n == 0)
+    return next(layers[:n] for n in periods if layers == layers[:n] * (number // n))
 
 
 def parse_pattern(arguments: Sequence[str]) -> Pattern:
@@ -102,8 +116,8 @@ def _entry(argument: str) -> str | Layers:
                 "mechanism:option=value,option=value"
             )
         fields[name] = _value(value)
-    repeats = fields.pop("repeats", 1)
-    values = {"mechanism": mechanism, "repeats": repeats, "options": fields}
+    own = {name: fields.pop(name) for name in ("repeats", "norm_after") if name in fields}
+    values = {"mechanism": mechanism, "options": fields, **own}
     try:
         return pydantic.TypeAdapter(Layers).validate_python(values)
     except pydantic.ValidationError as error:

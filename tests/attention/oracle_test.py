@@ -48,6 +48,10 @@ VARIANTS |= {
         "softmax",
         {"positions": "rotary", "query_key_norm": True, "num_kv_heads": 2},
     ),
+    "softmax, norms of all heads": (
+        "softmax",
+        {"positions": "rotary", "query_key_norm": "joint", "num_kv_heads": 2},
+    ),
     "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
     "gqa": ("gqa", {}),
     "gqa, two groups": ("gqa", {"num_kv_heads": 2}),

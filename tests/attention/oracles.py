@@ -48,12 +48,19 @@ def heads(
     of_source = of_queries if source is None else source @ p[f"{name}.kernel"] + p[f"{name}.bias"]
     shared, depth = layer.num_heads // layer.num_kv_heads, layer.key_depth
     width = shared * depth + depth + layer.value_depth
+    if layer.config.query_key_norm == "joint":
+        of_queries, of_source = of_queries.copy(), of_source.copy()
+        starts = range(0, layer.num_kv_heads * width, width)
+        columns = np.concatenate([start + np.arange(shared * depth) for start in starts])
+        of_queries[:, columns] = rms_norm(within(p, "query_norm"), of_queries[:, columns])
+        columns = np.concatenate([start + shared * depth + np.arange(depth) for start in starts])
+        of_source[:, columns] = rms_norm(within(p, "key_norm"), of_source[:, columns])
     for head in range(layer.num_heads):
         group, member = divmod(head, shared)
         query = of_queries[:, group * width + member * depth :][:, :depth]
         key = of_source[:, group * width + shared * depth :][:, :depth]
         value = of_source[:, group * width + shared * depth + depth :][:, : layer.value_depth]
-        if layer.config.query_key_norm:
+        if layer.config.query_key_norm is True:
             query = rms_norm(within(p, "query_norm"), query)
             key = rms_norm(within(p, "key_norm"), key)
         if is_rotated and getattr(layer.config, "positions", "none") == "rotary":

@@ -1,15 +1,17 @@
 """Make `tests/golden/transformers`: checkpoints of the library transformers, with its results.
 
     python -m venv make && make/bin/pip install torch transformers
-    make/bin/python tests/golden/make_transformers.py
+    make/bin/python tests/golden/make_transformers.py all
 
-Each folder is a tiny random model as `save_pretrained` writes it, with `expected.npz`: the logits
-in float32 of `tokens`, and a greedy continuation of `prompts`. Weights are larger than at a usual
-initialization, so that an error in any part shows in the logits. `qwen2` has a tokenizer, too, with
-`chats.json`: conversations as its template renders and encodes them.
+Names of cases in place of `all` make these alone. Each folder is a tiny random model as
+`save_pretrained` writes it, with `expected.npz`: the logits in float32 of `tokens`, and a greedy
+continuation of `prompts`. Weights are larger than at a usual initialization, so that an error in
+any part shows in the logits. `qwen2` has a tokenizer, too, with `chats.json`: conversations as its
+template renders and encodes them.
 
-With a folder that `write_exports.py` has written, it makes `exports.json`: the configurations in
-that folder, after checking that these models have the same logits, and `qwen2` the same texts.
+With `check` and a folder that `write_exports.py` has written, it makes `exports.json`: the
+configurations in that folder, after checking that these models have the same logits, and `qwen2`
+the same texts.
 """
 
 import json
@@ -21,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 FOLDER = Path(__file__).resolve().parent / "transformers"
@@ -74,6 +77,25 @@ CASES = {
     ),
     "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=8),
     "mistral": transformers.MistralConfig(**LLAMA, sliding_window=5),
+    "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
+    "olmo_hybrid": transformers.OlmoHybridConfig(
+        **LLAMA | {"num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
+    "olmo_hybrid_nope": transformers.OlmoHybridConfig(
+        **LLAMA | {"num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_key_head_dim=5,
+        linear_value_head_dim=4,
+        linear_conv_kernel_dim=3,
+        linear_allow_neg_eigval=False,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=67, n_positions=40, n_embd=16, n_layer=2, n_head=2, layer_norm_epsilon=1e-4
     ),
@@ -157,8 +179,30 @@ def make(name: str, config: transformers.PreTrainedConfig) -> None:
     model.to(dtype)
     model.save_pretrained(folder, **({"max_shard_size": "9KB"} if name in SHARDED else {}))
     (folder / "generation_config.json").unlink()
+    if name.startswith("olmo_hybrid"):
+        publish(folder)
     arrays = {"tokens": tokens.astype(np.int32), "prompts": prompts.astype(np.int32)}
     np.savez(folder / "expected.npz", logits=logits, new=new.astype(np.int32), **arrays)
+
+
+def publish(folder: Path) -> None:
+    """Give the tensors of Olmo Hybrid their published names and shapes. transformers reads them,
+    but writes the norms of softmax attention with the names of the other layers, and convolutions
+    of equally many features."""
+    fields = json.loads((folder / "config.json").read_text())
+    keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+    tensors = load_file(folder / "model.safetensors")
+    for layer, kind in enumerate(fields["layer_types"]):
+        place = f"model.layers.{layer}"
+        if kind == "full_attention":
+            norm = tensors.pop(f"{place}.feedforward_layer_norm.weight")
+            tensors[f"{place}.post_attention_layernorm.weight"] = norm
+            continue
+        names = [f"{place}.linear_attn.{x}_conv1d.weight" for x in "qkv"]
+        rows = torch.cat([tensors[name] for name in names])
+        parts = rows.split([keys, keys, len(rows) - 2 * keys])
+        tensors |= {name: x.clone() for name, x in zip(names, parts, strict=True)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -196,11 +240,12 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "chats.json").write_text(json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for name, config in CASES.items():
-        make(name, config)
-    make_tokenizer(FOLDER / "qwen2")
+def main(names: list[str]) -> None:
+    for name in CASES if names == ["all"] else names:
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
+        make(name, CASES[name])
+        if name == "qwen2":
+            make_tokenizer(FOLDER / name)
     for path in FOLDER.rglob("*"):
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
@@ -224,4 +269,4 @@ def check_exports(exports: Path) -> None:
 
 
 if __name__ == "__main__":
-    check_exports(Path(sys.argv[1])) if sys.argv[1:] else main()
+    check_exports(Path(sys.argv[2])) if sys.argv[1] == "check" else main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """Write the models of `tests/golden/transformers` by `to_pretrained`, without the originals.
 
     python tests/golden/write_exports.py FOLDER
-    make/bin/python tests/golden/make_transformers.py FOLDER
+    make/bin/python tests/golden/make_transformers.py check FOLDER
 
 The second command, in an environment of transformers, reads and records them.
 """

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.families import family_of
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModelConfig
@@ -52,6 +53,37 @@ def test_rotary_positions():
     assert options("llama", *names, **scaled) == [500.0, 8.0, 64, 1.0]
     neox = SIZES | {"hidden_size": 32}
     assert options("gpt_neox", *names, **neox) == [10000.0, 1.0, None, 0.25]
+
+
+def test_hybrids():
+    hybrid = model("olmo_hybrid", **SIZES | {"num_hidden_layers": 8})
+    assert hybrid.layer_pattern == ("gated_deltanet",) * 3 + ("gqa",)
+    assert [layer.norm_after for layer in hybrid.layers] == [False] * 3 + [True]
+    linear, *_, softmax = hybrid.mechanisms()
+    assert (linear.key_depth, linear.value_depth, linear.norm_epsilon) == (3, 6, 1e-5)
+    assert linear.negative_eigenvalues
+    assert (softmax.query_key_norm, softmax.norm_epsilon) == ("joint", 1e-6)
+    assert (softmax.positions, softmax.rotary_base) == ("rotary", 10000.0)
+    for none in ({"rope_theta": None}, {"rope_parameters": {"rope_theta": None}}):
+        hybrid = model("olmo_hybrid", **SIZES | {"num_hidden_layers": 4} | none)
+        assert hybrid.mechanisms()[-1].positions == "none"
+    assert model("olmo_hybrid", **SIZES).layer_pattern == ("gated_deltanet", "gqa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("olmo_hybrid", {"layer_types": ["linear_attention"]}, "layer_types has 1 layers, but"),
+        ("olmo_hybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads=8 differs from"),
+        ("olmo_hybrid", {"layer_types": ["mamba"] * 2}, r"layer_types\.0='mamba' is unsupported"),
+        ("olmo2", {"head_dim": 8}, "head_dim=8 must be hidden_size / num_attention_heads"),
+        ("olmo2", {"rope_parameters": {"rope_theta": None}}, "rope_theta=None is unsupported"),
+        ("olmo2", {"clip_qkv": 8.0}, r"clip_qkv=8\.0 is unknown, and may change results"),
+    ],
+)
+def test_other_fields_are_refused(kind, fields, message):
+    with pytest.raises(UserError, match=message):
+        family_of({"model_type": kind, **SIZES, **fields}, Path("config.json"))
 
 
 def test_sizes_and_norms():

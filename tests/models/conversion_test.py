@@ -85,6 +85,15 @@ def test_layers_that_do_not_exist_are_refused(attention, keep, said):
         linear_layers(TEACHER, attention, keep)
 
 
+def test_norms_stay_where_they_are():
+    pattern = Layers("softmax", norm_after=True), "softmax"
+    teacher = LanguageModelConfig(block="llama", attention=pattern, num_layers=4)
+    layers = linear_layers(teacher, "taylor", ["3"]).layers
+    assert [layer.norm_after for layer in layers] == [True, False, True, False]
+    lora = with_lora(teacher, 2)
+    assert [layer.norm_after for layer in lora.layers] == [True, False]
+
+
 def test_options_that_the_new_mechanism_refuses_are_named():
     alibi = replace(TEACHER, attention=Layers("softmax", options={"positions": "alibi"}))
     with pytest.raises(UserError, match=r"attention='log_window': .*positions"):

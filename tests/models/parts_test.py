@@ -190,6 +190,16 @@ def test_parallel_branches_have_the_same_input():
     np.testing.assert_allclose(both - embedded, sum(alone), atol=1e-5)
 
 
+def test_norms_after_attention_and_mlp_follow_their_formula():
+    x = jax.random.normal(jax.random.key(0), (1, 9, 12))
+    ours = model(block="llama", attention=Layers("softmax", norm_after=True), num_layers=1)
+    graph, stacked = nnx.split(ours.blocks[0])
+    block = nnx.merge(graph, jax.tree.map(lambda x: x[0], stacked))
+    y, _ = block(x, state=None, return_state=False)
+    x = x + block.norm(block.attention(x))
+    np.testing.assert_allclose(y, x + block.mlp_norm(block.mlp(x)), atol=1e-6)
+
+
 def test_the_output_projection_has_its_own_bias():
     def paths(**options):
         ours = model(block="standard", attention=Layers("softmax", options=options))
@@ -238,6 +248,10 @@ def test_a_gated_mlp_has_as_many_parameters_as_one_without_a_gate(mlp, fields, w
         ),
         ({"block": "decay", "is_causal": False}, "block='decay' with is_causal=False"),
         ({"parallel_branches": True}, "parallel_branches: unsupported with block='paper'"),
+        (
+            {"block": "fastformer", "attention": Layers("softmax", norm_after=True)},
+            "norm_after: unsupported with block='fastformer'",
+        ),
         (
             {"attention": Layers("softmax", options={"rotary_high_turns": 1.0})},
             r"rotary_high_turns=1\.0 must be above rotary_low_turns=1\.0",

@@ -44,7 +44,12 @@ def test_the_decay_of_a_block_is_that_of_log_attention():
     assert config.mechanisms()[0].decay is None
 
 
-@pytest.mark.parametrize("attention", ["log", HYBRID, HYBRID[1], ("log", *HYBRID)])
+NORMED = Layers("gqa", repeats=2, norm_after=True)
+
+
+@pytest.mark.parametrize(
+    "attention", ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", "log", NORMED)]
+)
 def test_json_and_command_line_restore_a_pattern(attention):
     config = LanguageModelConfig(attention=attention, num_layers=20)
     again = CONFIGS.validate_python(json.loads(json.dumps(asdict(config))))
@@ -59,6 +64,7 @@ def test_equal_patterns_hash_alike():
     assert swapped == HYBRID[0]
     assert hash(swapped) == hash(HYBRID[0])
     assert len({HYBRID[0], Layers("log", repeats=3), Layers("log")}) == 3
+    assert len({NORMED, Layers("gqa", repeats=2)}) == 2
 
 
 def test_values_on_the_command_line_have_types():

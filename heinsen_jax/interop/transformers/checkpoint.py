@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -62,6 +62,7 @@ class Checkpoint:
         index = weight_files(folder)
         files = [WEIGHTS_FILE] if index is None else sorted(set(index.values()))
         self._files: dict[Path, Any] = {}
+        self._divided: dict[str, tuple[list[Tensor], slice]] = {}
         for path in (folder / name for name in files):
             with reading_arrays(path, FETCH_AGAIN):
                 self._files[path] = safe_open(path, framework="numpy")
@@ -102,6 +103,25 @@ class Checkpoint:
             merged[name] = first
         return merged
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give the tensors that have these names, if any, others."""
+        for old, new in names.items():
+            if old in self.tensors and new not in self.tensors:
+                self.tensors[new] = self.tensors.pop(old)
+
+    def divide(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give tensors these shapes by another division of all their rows, if that is possible."""
+        if not all(name in self.tensors for name in names):
+            return
+        parts, start = [self.tensors[name] for name in names], 0
+        if sum(x.shape[0] for x in parts) != sum(shapes[name][0] for name in names):
+            return
+        for name in names:
+            rows = slice(start, start := start + shapes[name][0])
+            shape = (shapes[name][0], *self.tensors[name].shape[1:])
+            self.tensors[name] = replace(self.tensors[name], shape=shape)
+            self._divided[name] = parts, rows
+
     def check_sizes(self, config: LanguageModelConfig) -> None:
         """Compare the sizes in `config.json` with the files, before names are built or memory is
         allocated for them.
@@ -114,7 +134,8 @@ class Checkpoint:
             {self.embedding: (config.vocab_size, config.model_dim)},
             {} if embedding is None else {self.embedding: embedding},
         )
-        pattern = self._names["blocks.0.norm"][0].replace(".", r"\.").replace("{}", r"(\d+)")
+        stacked = next(name for name, _ in self._names.values() if "{}" in name)
+        pattern = re.escape(stacked.partition("{}")[0]) + r"(\d+)\."
         matches = (re.match(pattern, name) for name in self.tensors)
         layers = {match[1] for match in matches if match}
         if len(layers) != config.num_layers:
@@ -181,6 +202,9 @@ class Checkpoint:
           UserError: a value is NaN or infinite, and `allow_nonfinite` is not set.
         """
         value = self._values(tensor := self.tensors[name])
+        if name in self._divided:
+            parts, rows = self._divided[name]
+            value = np.concatenate([self._values(part) for part in parts])[rows]
         if not self._allow_nonfinite:
             remedy = "fetch it again, or give --allow-nonfinite (allow_nonfinite=True in Python)"
             check_finite(value, tensor.name, tensor.path, remedy)

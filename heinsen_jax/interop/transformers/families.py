@@ -24,6 +24,7 @@ from heinsen_jax.interop.transformers.rope import (
 )
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.config import MLPKind
+from heinsen_jax.models.pattern import Pattern, shortest_period
 from heinsen_jax.typing import JSON
 
 IRRELEVANT = {
@@ -38,6 +39,8 @@ IRRELEVANT = {
     *("initializer_range", "gradient_checkpointing", "pretraining_tp"),
     *("attention_dropout", "hidden_dropout", "classifier_dropout"),
     *("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    *("linear_a_log_min", "linear_a_log_max"),
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     # other heads and tasks than the readout
     *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
@@ -86,6 +89,8 @@ class Family(Fields):
     rope_names: ClassVar[dict[str, str]] = {}
     """Further names of fields for rotary positions outside of `rope_parameters` and
     `rope_scaling`."""
+    null_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields for rotary positions that may be null: without positions if it is `rope_theta`."""
 
     vocab_size: Size
     tie_word_embeddings: bool = False
@@ -93,6 +98,13 @@ class Family(Fields):
     tie_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
     add_cross_attention: Literal[False] = pydantic.Field(False, exclude=True)
     use_bfloat16: Literal[False] = pydantic.Field(False, exclude=True)
+
+    @pydantic.model_validator(mode="after")
+    def _has_positions(self) -> "Family":
+        rope = getattr(self, "rope", None)
+        if rope is not None and rope.rope_theta is None and not self.null_fields:
+            raise ValueError(f"rope_theta=None is unsupported in {self.model_type}; give a number")
+        return self
 
     def to_model(self) -> LanguageModelConfig:
         """The architecture."""
@@ -145,6 +157,10 @@ class LlamaLike(Family):
         """Sliding window of all layers, in tokens; None without one."""
         return None
 
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        """The attention layers, with options of all softmax attention."""
+        return Layers("gqa" if self.window is None else "sliding_window", options=options)
+
     def to_model(self) -> LanguageModelConfig:
         depth = self.head_dim
         depth = None if depth == self.hidden_size / self.num_attention_heads else depth
@@ -158,7 +174,7 @@ class LlamaLike(Family):
         }
         return LanguageModelConfig(
             **self.sizes(),
-            attention=Layers("gqa" if self.window is None else "sliding_window", options=options),
+            attention=self.attention(options),
             block="llama",
             use_bias=getattr(self, "mlp_bias", None) or None,
             qk_norm=self.qk_norm,
@@ -221,6 +237,87 @@ class Qwen3(QwenLike):
     attention_bias: bool = False
 
 
+class Olmo2(LlamaLike):
+    """OLMo 2."""
+
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = pydantic.Field(None, exclude=True)
+    rms_norm_eps: PositiveFloat = 1e-5
+    attention_bias: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _has_the_depth_of_its_family(self) -> "Olmo2":
+        depth = self.hidden_size / self.num_attention_heads
+        if self.head_dim not in (None, depth):
+            raise ValueError(
+                f"head_dim={self.head_dim} must be hidden_size / num_attention_heads in "
+                f"{self.model_type}"
+            )
+        return self
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        return Layers("gqa", options=options | {"query_key_norm": "joint"}, norm_after=True)
+
+
+class OlmoHybrid(Olmo2):
+    """Olmo Hybrid: layers of Gated DeltaNet, and of softmax attention as in OLMo 2."""
+
+    model_type = "olmo_hybrid"
+    architecture = "OlmoHybridForCausalLM"
+    null_fields = frozenset({"rope_theta"})
+
+    rms_norm_eps: PositiveFloat = 1e-6
+    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Size = 4
+    linear_allow_neg_eigval: bool = True
+
+    @pydantic.model_validator(mode="after")
+    def _has_equally_many_heads_and_layers(self) -> "OlmoHybrid":
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            if getattr(self, name) not in (None, self.num_attention_heads):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} differs from num_attention_heads="
+                    f"{self.num_attention_heads}, which is unsupported"
+                )
+        if len(self.types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.types)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}; correct one of them"
+            )
+        return self
+
+    @property
+    def types(self) -> list[str]:
+        """`layer_types`, with the default resolved: every fourth layer is of softmax attention."""
+        if self.layer_types is not None:
+            return [*self.layer_types]
+        number = self.num_hidden_layers
+        types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(number)]
+        return types if number > 3 else [*types[:-1], "full_attention"]
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        depth = self.linear_key_head_dim or int(0.75 * self.hidden_size / self.num_attention_heads)
+        linear: dict[str, FieldValue] = {
+            "key_depth": depth,
+            "value_depth": self.linear_value_head_dim or 2 * depth,
+            "convolution_size": self.linear_conv_kernel_dim,
+            "negative_eigenvalues": self.linear_allow_neg_eigval,
+            "norm_epsilon": 1e-5,
+        }
+        layers = {
+            "linear_attention": Layers("gated_deltanet", options=linear),
+            "full_attention": super().attention(options),
+        }
+        return tuple(shortest_period([layers[kind] for kind in self.types]))
+
+
 class GPT2(Family):
     """GPT-2."""
 
@@ -280,7 +377,8 @@ class GPTNeoX(Family):
 
 
 FAMILIES: dict[str, type[Family]] = {
-    family.model_type: family for family in (Llama, Qwen2, Qwen3, Mistral, GPT2, GPTNeoX)
+    family.model_type: family
+    for family in (Llama, Qwen2, Qwen3, Mistral, Olmo2, OlmoHybrid, GPT2, GPTNeoX)
 }
 
 
@@ -303,7 +401,8 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
     known = {
         k: v
         for k, v in fields.items()
-        if k not in IRRELEVANT | {"model_type"} and (v is not None or k in family.model_fields)
+        if k not in IRRELEVANT | {"model_type"}
+        and (v is not None or k in family.model_fields or k in family.null_fields)
     }
     given: dict[str, Given] = {}
     try:

@@ -5,13 +5,22 @@ from typing import Any
 
 import pydantic
 
+from heinsen_jax.attention.base import Attention
+from heinsen_jax.attention.gated_deltanet import GatedDeltaNetAttention
+from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.parameters import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.families import FAMILIES, FIELDS, Family, describe_problem
 from heinsen_jax.interop.transformers.rope import Rope
-from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models import LanguageModelConfig, Layers
+from heinsen_jax.models.pattern import shortest_period
 
+LAYER_TYPES = {
+    **dict.fromkeys(("softmax", "gqa"), "full_attention"),
+    "sliding_window": "sliding_attention",
+    "gated_deltanet": "linear_attention",
+}
 HIDDEN_ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
 
 
@@ -45,6 +54,8 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             continue
         every = sorted(candidate.keys() | wanted.keys())
         differing = [key for key in every if candidate.get(key) != wanted.get(key)]
+        if "attention" in differing:  # options of other mechanisms
+            differing = [x for x in differing if not x.startswith(("attention.", "attention["))]
         if not differing:
             return family
         problems[name] = [
@@ -60,18 +71,31 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
 
 def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     """Values for the fields of all families, by name."""
-    layer = config.abstract_layers()[0]
+    layers = config.abstract_layers()
+    layer = next((x for x in layers if isinstance(x, RotaryAttention)), layers[0])
     options: Any = layer.config
-    rope = {"rope": Rope.of(options)} if isinstance(options, PositionsConfig) else {}
+    facts: dict[str, Any] = {}
+    if isinstance(options, PositionsConfig):
+        facts["rope"] = Rope.of(options)
     sizes = vars(config) | {
         "mlp_dim": config.mlp_width,
         "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
     }
     names = ("hidden_act", "activation_function") if config.mlp_kind else ()
-    activation = dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
+    facts |= dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
+    for linear in (x for x in layers if isinstance(x, GatedDeltaNetAttention)):
+        number = config.num_layers // len(layers)
+        facts |= {
+            "layer_types": [LAYER_TYPES.get(x, x) for x in config.layer_pattern] * number,
+            "linear_num_key_heads": config.num_heads,
+            "linear_num_value_heads": config.num_heads,
+            "linear_key_head_dim": linear.key_depth,
+            "linear_value_head_dim": linear.value_depth,
+            "linear_conv_kernel_dim": linear.config.convolution_size,
+            "linear_allow_neg_eigval": linear.config.negative_eigenvalues,
+        }
     return (
-        rope
-        | activation
+        facts
         | {name: sizes[field] for name, field in FIELDS.items()}
         | {
             "num_key_value_heads": getattr(layer, "num_kv_heads", None),
@@ -90,6 +114,8 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
         del architecture[name]
     for name in ("trained_length", "dtype", "param_dtype", "remat", "remat_policy"):
         del architecture[name]
+    pairs = zip(config.layers, config.abstract_layers(), strict=True)
+    layers = shortest_period([_resolved_layer(*pair) for pair in pairs])
     architecture |= {
         "block": "fastformer" if config.block == "fastformer" else "pre-norm",
         "norm": config.norm_kind,
@@ -99,16 +125,27 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_has_bias,
         "positions": config.position_kind,
         "convolution_size": config.convolution,
-        "attention": config.layer_pattern,
+        "attention": tuple(name for name, _ in layers),
     }
-    layer, *others = config.abstract_layers()
-    options: dict[str, Any] = dataclasses.asdict(layer.config)
+    for index, (_, options) in enumerate(layers):
+        place = "attention" if len(layers) == 1 else f"attention[{index}]"
+        architecture |= {f"{place}.{name}": value for name, value in options.items()}
+    return architecture
+
+
+def _resolved_layer(entry: Layers, layer: Attention) -> tuple[str, dict[str, Any]]:
+    """The mechanism of a layer, and its options, with the defaults resolved."""
+    name, options = entry.mechanism, dataclasses.asdict(layer.config)
     options.pop("implementation", None)
-    if others or not isinstance(layer, RotaryAttention):
-        return architecture
-    architecture["attention"] = (
-        ("gqa",) if config.layer_pattern == ("softmax",) else config.layer_pattern
-    )
+    options["norm_after"] = entry.norm_after
+    if isinstance(layer, MatrixStateAttention):
+        options |= {
+            "key_depth": layer.key_depth,
+            "value_depth": layer.value_depth,
+            "norm_epsilon": options["norm_epsilon"] or EPSILONS["rms"],
+        }
+    if not isinstance(layer, RotaryAttention):
+        return name, options
     options |= {
         "num_kv_heads": layer.num_kv_heads,
         "key_depth": layer.key_depth,
@@ -120,4 +157,4 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
         del options["norm_epsilon"]
     if options["positions"] != "rotary":
         options = {k: v for k, v in options.items() if not k.startswith("rotary_")}
-    return architecture | {f"attention.{name}": value for name, value in options.items()}
+    return "gqa" if name == "softmax" else name, options

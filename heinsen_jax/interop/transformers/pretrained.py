@@ -22,7 +22,7 @@ from heinsen_jax.data.tokenizer_files import (
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError, explain, extra_module
-from heinsen_jax.interop.tensors import NAMES, Names, entries
+from heinsen_jax.interop.tensors import DIVIDED, NAMES, OTHER_NAMES, Names, entries, tensors_of
 from heinsen_jax.interop.transformers.checkpoint import Checkpoint, StoredDtype, check_format
 from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
 from heinsen_jax.interop.transformers.matching import family_for
@@ -93,17 +93,32 @@ def from_pretrained(
     checkpoint.check_sizes(config)
     if config.tie_embeddings:
         checkpoint.check_tied()
-    return _loaded(checkpoint, names, config, on_host), tokenizer
+    return _loaded(checkpoint, family.model_type, config, on_host), tokenizer
 
 
 def _loaded(
-    checkpoint: Checkpoint, names: Names, config: LanguageModelConfig, on_host: bool
+    checkpoint: Checkpoint, model_type: str, config: LanguageModelConfig, on_host: bool
 ) -> LanguageModel:
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     checkpoint.check_count({name: x.shape for name, x in leaves.items()})
-    parameters = entries(names, config, leaves)
-    checkpoint.check({k: v for x in parameters for k, v in x.shapes(leaves[x.path].shape)})
+    published = NAMES[model_type]
+    parameters = entries(published, config, leaves)
+    others = entries({**published, **OTHER_NAMES.get(model_type, {})}, config, leaves)
+    checkpoint.rename(
+        {
+            other[0]: name[0]
+            for pair in zip(others, parameters, strict=True)
+            for other, name in zip(*(x.layers for x in pair), strict=True)
+            if other != name
+        }
+    )
+    shapes = {k: v for x in parameters for k, v in x.shapes(leaves[x.path].shape)}
+    divided = DIVIDED.get(model_type, "")
+    for layer in range(config.num_layers if divided else 0):
+        names = [divided.format(layer).replace("*", x) for x in "qkv"]
+        checkpoint.divide(names, shapes)
+    checkpoint.check(shapes)
     to_array = np.asarray if on_host else jnp.asarray
     values = [to_array(x.load(leaves[x.path], checkpoint.read)) for x in parameters]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
@@ -209,6 +224,7 @@ def to_pretrained(
         start = () if tokenizer is None else start_ids(tokenizer)
         fields["bos_token_id"] = start[0] if start else None
         fields["eos_token_id"] = None if tokenizer is None else _ends(tokenizer)
+        fields["pad_token_id"] = None
     fields |= family.to_json() | {"torch_dtype": stored}
     fields.pop("dtype", None)
     with filling(output) as partial:
@@ -240,11 +256,13 @@ def _ends(tokenizer: Tokenizer) -> int | list[JSON]:
 
 def _tensors(model: LanguageModel, names: Names, dtype: str) -> dict[str, np.ndarray]:
     """All tensors in transformers, by name."""
-    leaves, tensors = flatten_with_names(nnx.state(model, nnx.Param)), {}
-    for entry in entries(names, model.config, leaves):
-        for name, value in entry.tensors(np.asarray(leaves[entry.path])):
-            with np.errstate(over="ignore"):
-                tensors[name] = value.astype(dtype)
-            if np.any(np.isinf(tensors[name].astype(np.float32)) & np.isfinite(value)):
-                raise UserError(f"dtype={dtype}: {name} exceeds its range; choose float32")
-    return tensors
+    leaves = flatten_with_names(nnx.state(model, nnx.Param))
+
+    def stored(name: str, value: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            tensor = value.astype(dtype)
+        if np.any(np.isinf(tensor.astype(np.float32)) & np.isfinite(value)):
+            raise UserError(f"dtype={dtype}: {name} exceeds its range; choose float32")
+        return tensor
+
+    return tensors_of(entries(names, model.config, leaves), leaves, stored)

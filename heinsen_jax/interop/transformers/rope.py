@@ -38,10 +38,10 @@ class Fields(pydantic.BaseModel):
 
 
 class Rope(Fields):
-    """Rotary positions."""
+    """Rotary positions; none if `rope_theta` is None."""
 
     rope_type: Literal["default", "linear", "llama3"] = "default"
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: PositiveFloat | None = 10000.0
     partial_rotary_factor: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     factor: PositiveFloat | None = None
     low_freq_factor: PositiveFloat | None = None
@@ -60,11 +60,15 @@ class Rope(Fields):
 
     def options(self) -> dict[str, FieldValue]:
         """Options of mechanisms with rotary positions."""
+        if self.rope_theta is None:
+            return {"positions": "none"}
         pairs = (PLAIN | SCALING[self.rope_type]).items()
         return {"positions": "rotary"} | {option: getattr(self, name) for name, option in pairs}
 
     @classmethod
     def of(cls, config: PositionsConfig) -> "Rope":
+        if config.positions == "none":
+            return cls(rope_theta=None)
         kind = "linear" if config.rotary_factor != 1 else "default"
         if config.rotary_original_length is not None:
             kind = "llama3"

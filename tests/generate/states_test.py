@@ -11,7 +11,7 @@ from flax import nnx
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate, load_state, repeat_state, save_state, states
 from heinsen_jax.generate.states import fingerprint
-from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models import LanguageModelConfig, Layers
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 from tests.models.small import apply, random_model
 
@@ -78,6 +78,8 @@ def test_options_that_are_added_later_do_not_change_fingerprints():
     assert fingerprint(model) == expected
     other = random_model(dataclasses.replace(config, norm_epsilon=0.5))
     assert fingerprint(other) != expected
+    other = dataclasses.replace(config, attention=Layers("softmax", norm_after=True))
+    assert fingerprint(random_model(other)) != expected
 
 
 def test_an_empty_state(tmp_path):

@@ -33,7 +33,9 @@ def recur(
     Args:
       call: arguments of the call.
       op: function of the arrays, `is_causal`, `segment_ids`, `initial_state` and `return_state`.
-      arrays: `[*B, T, heads, ...]`; the axis of heads may be any axis of independent elements.
+      arrays: `[*B, T, heads, ...]`; the axis of heads may be any axis of independent elements. An
+        array of a single head is shared by the heads of others, as is each head of fewer ones. The
+        result has as many heads as the array with most.
       empty: the state before the first token.
       summary: computes the state of the arrays' tokens; `summary_of(op)` by default.
       state_axes: logical axes of states after the batch axes.
@@ -49,9 +51,14 @@ def recur(
     rows = batch_names(batch)
     heads = math.prod(mesh.shape[name] for name in rules.get("heads", ()) if name in mesh.auto_axes)
 
+    largest = max(arrays, key=lambda x: x.shape[batch + 1])
+
     def place(axes: tuple[str | None, ...], x: Array) -> PartitionSpec:
         axes = (*rows, *axes)
-        _check_heads(heads, x.shape[axes.index("heads")])
+        if (number := x.shape[axes.index("heads")]) == 1 < largest.shape[batch + 1]:
+            axes = tuple(None if axis == "heads" else axis for axis in axes)
+        else:
+            _check_heads(heads, number)
         return spec(mesh, x.shape, (*axes, *[None] * (x.ndim - len(axes))))
 
     array_specs = tuple(place(("tokens", "heads"), x) for x in arrays)
@@ -82,7 +89,7 @@ def recur(
     return jax.shard_map(
         on_device,
         in_specs=(array_specs, token_spec, state_specs, state_specs if wants_state else None),
-        out_specs=(array_specs[0], state_specs if wants_state else None),
+        out_specs=(place(("tokens", "heads"), largest), state_specs if wants_state else None),
         axis_names=frozenset(mesh.auto_axes),
     )(arrays, call.segment_ids, empty, call.state)
 

@@ -162,8 +162,13 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         model_dim, num_heads, config = self.model_dim, self.num_heads, self.config
         self.key_depth, self.value_depth = config.depths(model_dim, num_heads)
-        keys = self.key_depth if self.shares_keys else num_heads * self.key_depth
-        values = num_heads * self.value_depth
+        shared = 1 if self.shares_keys else getattr(config, "num_key_heads", None)
+        self.num_key_heads = shared or num_heads
+        if num_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_key_heads={self.num_key_heads} does not divide num_heads={num_heads}"
+            )
+        keys, values = self.num_key_heads * self.key_depth, num_heads * self.value_depth
         axes = "embed", "heads"
         key_axes = () if self.shares_keys else axes
         self.query, self.key = (
@@ -195,7 +200,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         raise NotImplementedError
 
     def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
-        """Queries, keys and values `[..., T, N, depth]`, and the new states of the convolutions."""
+        """Queries and keys `[..., T, G, K]`, with G = num_key_heads, values `[..., T, N, V]`, and
+        the new states of the convolutions."""
         arrays, after = [self.query(x), self.key(x), self.value(x)], []
         for index, convolve in enumerate(self.convolutions):
             before = None if call.state is None else call.state.convolutions[index]
@@ -205,10 +211,10 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
             after.append(last)
         if isinstance(self.config, ConvolvedConfig):
             arrays = [jax.nn.silu(x) for x in arrays]
-        keys = *x.shape[:-1], self.num_heads, self.key_depth
-        projected = (*keys[:-2], 1, keys[-1]) if self.shares_keys else keys
-        query, key = (jnp.broadcast_to(x.reshape(projected), keys) for x in arrays[:2])
-        return query, key, arrays[2].reshape(*keys[:-1], self.value_depth), tuple(after)
+        keys = *x.shape[:-1], self.num_key_heads, self.key_depth
+        query, key = (x.reshape(keys) for x in arrays[:2])
+        value = arrays[2].reshape(*keys[:-2], self.num_heads, self.value_depth)
+        return query, key, value, tuple(after)
 
     def apply(
         self, x: Features, call: CallArguments[MatrixStates]

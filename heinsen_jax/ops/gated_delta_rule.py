@@ -72,8 +72,8 @@ def _transit(transition: Array, matrix: Array) -> Array:
 
 
 def matrix_summary(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B T N K"],
+    query: Float[Array, "*B T G K"],
+    key: Float[Array, "*B T G K"],
     value: Float[Array, "*B T N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
@@ -86,14 +86,15 @@ def matrix_summary(
     With erasure, the transition is computed as K more columns of the state, which start as the
     identity.
     """
-    *batch, length, heads, depth = key.shape
-    columns = value.shape[-1]
+    *batch, length, _, depth = key.shape
+    heads, columns = value.shape[-2:]
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     if write is not None:
         value = (write[..., None] if write.ndim < value.ndim else write) * value
     options: dict[str, Any] = {"key_value_seq_lengths": key_value_seq_lengths, "return_state": True}
     if erase is not None:
-        value = jnp.concatenate([value, jnp.zeros_like(key)], -1)
+        zeros = jnp.zeros((*value.shape[:-1], depth), value.dtype)
+        value = jnp.concatenate([value, varying_like(zeros, value)], -1)
         identity = jnp.broadcast_to(jnp.eye(depth, dtype=dtype), (*batch, heads, depth, depth))
         start = jnp.concatenate([jnp.zeros((*batch, heads, depth, columns), dtype), identity], -1)
         options |= {"erase": erase, "initial_state": varying_like(start, key)}
@@ -113,8 +114,8 @@ def matrix_summary(
 
 @overload
 def gated_delta_rule(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B T N K"],
+    query: Float[Array, "*B T G K"],
+    key: Float[Array, "*B T G K"],
     value: Float[Array, "*B T N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
@@ -130,8 +131,8 @@ def gated_delta_rule(
 
 @overload
 def gated_delta_rule(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B T N K"],
+    query: Float[Array, "*B T G K"],
+    key: Float[Array, "*B T G K"],
     value: Float[Array, "*B T N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
@@ -147,8 +148,8 @@ def gated_delta_rule(
 
 @over_devices
 def gated_delta_rule(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B T N K"],
+    query: Float[Array, "*B T G K"],
+    key: Float[Array, "*B T G K"],
     value: Float[Array, "*B T N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
@@ -183,9 +184,10 @@ def gated_delta_rule(
     enlarge the state.
 
     Args:
-      query: q `[*B, T, N, K]`, with N heads.
-      key: k `[*B, T, N, K]`.
-      value: v `[*B, T, N, V]`.
+      query: q `[*B, T, G, K]`.
+      key: k `[*B, T, G, K]`.
+      value: v `[*B, T, N, V]`; head n has the queries and keys of head n // (N // G), which are
+        repeated for a few tokens at a time only.
       log_decay: g <= 0 `[*B, T, N]`, or by key feature `[*B, T, N, K]`; 0 when None.
       erase: b `[*B, T, N]` or `[*B, T, N, K]`; 0 when None, and no linear system is solved.
       write: w `[*B, T, N]` or `[*B, T, N, V]`; 1 when None.
@@ -218,16 +220,17 @@ def gated_delta_rule(
       arXiv:2510.26692; Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Yang et al.,
       2023, Gated Linear Attention, arXiv:2312.06635.
     """
-    check_paired_heads("gated_delta_rule", query, key, value)
+    _check_heads(query, key, value)
     check_tokens(
         key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
     )
-    *batch, length, heads, key_depth = key.shape
-    value_depth = value.shape[-1]
-    check_array("log_decay", log_decay, (key.shape[:-1], key.shape), jnp.floating)
+    *batch, length, _, key_depth = key.shape
+    heads, value_depth = value.shape[-2:]
+    of_heads, of_keys = value.shape[:-1], (*value.shape[:-1], key_depth)
+    check_array("log_decay", log_decay, (of_heads, of_keys), jnp.floating)
     check_decay("log_decay", log_decay)
-    check_array("erase", erase, (key.shape[:-1], key.shape), jnp.floating)
-    check_array("write", write, (key.shape[:-1], value.shape), jnp.floating)
+    check_array("erase", erase, (of_heads, of_keys), jnp.floating)
+    check_array("write", write, (of_heads, value.shape), jnp.floating)
     state_shape = (*batch, heads, key_depth, value_depth)
     check_array("initial_state", initial_state, (state_shape,), jnp.floating)
 
@@ -241,8 +244,8 @@ def gated_delta_rule(
 
     def per_token(x: Array) -> Array:
         """`[*B, T, N]` or `[*B, T, N, F]` -> `[B, T, N, 1 or F]`, 0 at padding."""
-        features = x.shape[-1] if x.ndim == len(batch) + 3 else 1
-        x = x.astype(dtype).reshape(size, length, heads, features)
+        sizes = x.shape[len(batch) + 1 :] if x.ndim == len(batch) + 3 else (x.shape[-1], 1)
+        x = x.astype(dtype).reshape(size, length, *sizes)
         return x if valid is None else jnp.where(valid.reshape(size, length, 1, 1), x, 0)
 
     query, key, value = (per_token(x) for x in (query, key, value))
@@ -262,7 +265,7 @@ def gated_delta_rule(
         value if write is None else write * value,
         head_decay,
         feature_decay,
-        None if erase is None else erase * key,
+        erase,
     )
     state = initial_state.astype(dtype).reshape(size * heads, key_depth, value_depth)
     y, state = recur(tokens, state)
@@ -270,3 +273,16 @@ def gated_delta_rule(
     if not return_state:
         return y
     return y, state.reshape(state_shape).astype(initial_state.dtype)
+
+
+def _check_heads(query: Array, key: Array, value: Array) -> None:
+    """Raise ValueError unless the shapes are those of the same tokens, and the heads of queries and
+    keys divide the heads of values."""
+    check_paired_heads("gated_delta_rule", query, key, key)
+    shapes = f"key {key.shape}, value {value.shape}"
+    if value.ndim != key.ndim or value.shape[:-2] != key.shape[:-2]:
+        raise ValueError(f"key and value must have the same tokens: {shapes}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"value must be floating point, got {value.dtype}")
+    if value.shape[-2] % key.shape[-2]:
+        raise ValueError(f"the number of heads of key must divide that of value: {shapes}")

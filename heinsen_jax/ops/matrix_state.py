@@ -56,8 +56,9 @@ QUANTUM = 2.0**-10  # unit of the part of a decay whose sums are exact
 class MatrixOperands(NamedTuple):
     """Operands of the recurrence; after `chunk`, all of them `[J, X, C, features]`.
 
-    query `[B, T, G, R, K]`, key `[B, T, G, K]`, value `[B, T, G, V]`; log decays of heads
-    `[B, T, G, 1]` and of key features `[B, T, G, K]`, and erasing vectors `[B, T, G, K]`, or None.
+    query `[B, T, G, R, K]`, key `[B, T, G, K]`, value `[B, T, N, V]`; log decays of heads
+    `[B, T, N, 1]` and of key features `[B, T, N, K]`, and the share `[B, T, N, 1 or K]` of a key's
+    values that is erased, r = erase * k; or None. N / G value heads share a key.
     """
 
     query: Array
@@ -86,18 +87,28 @@ def segment_decay(
 @partial(jax.jit, static_argnames="attends_to_itself", inline=True)
 def recur(
     tokens: MatrixOperands, state: Float[Array, "X K V"], *, attends_to_itself: bool = True
-) -> tuple[Float[Array, "B T G R V"], Float[Array, "X K V"]]:
-    """Return o, and the state after all tokens; X = B G.
+) -> tuple[Float[Array, "B T N R V"], Float[Array, "X K V"]]:
+    """Return o, and the state after all tokens; X = B N.
 
     If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t.
     """
     batch, length, groups, heads, _ = tokens.query.shape
     size, blocks = _in_blocks(tokens)
+    value_heads = tokens.value.shape[2]
+
+    def shared(x: Array) -> Array:
+        """Queries or keys of a block, for each value head."""
+        if value_heads == groups:
+            return x
+        repeats = value_heads // groups
+        x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], repeats, *x.shape[2:]))
+        return lax.collapse(x, 1, 3)
 
     def block(state: Array, tokens: MatrixOperands) -> tuple[Array, Array]:
         chunks = jax.tree.map(partial(chunk, size=size), tokens)
+        chunks = chunks._replace(query=shared(chunks.query), key=shared(chunks.key))
         state, y = _block(state, chunks, heads=heads, attends_to_itself=attends_to_itself)
-        return state, unchunk(y, groups, heads)
+        return state, unchunk(y, value_heads, heads)
 
     if blocks.key.shape[0] != 1:
         saved = jax.checkpoint_policies.save_only_these_names(INVERSE)
@@ -148,6 +159,7 @@ def _block(
     """Return the state after the chunks of a block `[X, K, V]`, and their outputs
     `[J, X, R C, V]`."""
     key, value, erase = chunks.key, chunks.value, chunks.erase
+    erase = None if erase is None else erase * key
     rows = chunks.query.reshape(*key.shape[:2], heads, *key.shape[2:])
     if erase is not None:
         rows = jnp.concatenate([rows, erase[:, :, None]], 2)
@@ -289,7 +301,7 @@ def _by_levels(rows: Array, key: Array, decay: Array) -> tuple[Array, Array]:
     after = (s > t)[0]
     summed = np.concatenate([(summed & (half > 0)).reshape(-1, size), after])
     decays, to_end = jnp.split(jnp.exp(_sums(summed, decay)), [levels * size], 2)
-    decays = decays.reshape(*decays.shape[:2], levels, size, -1)
+    decays = decays.reshape(*decays.shape[:2], levels, size, decays.shape[-1])
     scores = einsum(
         "jxrltk,jxlsk->jxrlts", rows[:, :, :, None] * decays[:, :, None], key[:, :, None] * decays
     )

@@ -100,7 +100,10 @@ def rotated(x: Array) -> Array:
 
 
 def heads_of(layer: Any, p: Any, x: Array) -> list[Array]:
-    return [split(layer, array) for array in projected(layer, p, x)]
+    query, key, value = projected(layer, p, x)
+    shared = layer.num_heads // layer.num_key_heads
+    keys = (np.stack(np.split(x, layer.num_key_heads, axis=1)) for x in (query, key))
+    return [*(np.repeat(x, shared, 0) for x in keys), split(layer, value)]
 
 
 def gla(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:

@@ -107,6 +107,7 @@ VARIANTS |= {
     "taylor": ("taylor", {"key_depth": 4, "num_kv_heads": 2}),
     "taylor, five terms": ("taylor", {"key_depth": 2, "num_terms": 5}),
     "fox": ("fox", {"num_kv_heads": 2}),
+    "gated_deltanet, shared keys": ("gated_deltanet", {"num_key_heads": 1}),
     "fox, gated": ("fox", {"gated": True, "query_key_norm": True}),
     "additive, window": ("additive", {"window_size": 4}),
     "log_window": ("log_window", {"window_size": 4, "num_kv_heads": 2}),

@@ -106,8 +106,8 @@ def gated(
     return gated_delta_rule(query, key, value, log_decay=jnp.minimum(decay, 0), **options)
 
 
-def matrix_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> Any:
-    return jnp.zeros((*batch, 2, 3, 2), dtype)
+def matrix_state(batch: tuple[int, ...], dtype: Any, *_: Any, heads: int = 2) -> Any:
+    return jnp.zeros((*batch, heads, 3, 2), dtype)
 
 
 def mlstm(query: Any, key: Any, value: Any, inputs: Any, forget: Any, **options: Any) -> Any:
@@ -251,6 +251,13 @@ OPS: dict[str, Op] = {
     ),
     "delta rule, by feature": Op(
         gated, (*HEADS, (2, 3), (2, 3), (2, 2)), **PACKED, state=matrix_state, largest=1
+    ),
+    "delta rule, shared keys": Op(
+        gated,
+        ((2, 3), (2, 3), (4, 2), (4,), (4,), (4,)),
+        **PACKED,
+        state=partial(matrix_state, heads=4),
+        largest=1,
     ),
     "mlstm": Op(mlstm, (*HEADS, (2,), (2,)), **PACKED, state=mlstm_state),
     **both_directions(Op(taylor_attention, **PACKED, state=taylor_state), "taylor"),

@@ -251,6 +251,31 @@ def test_a_choice_per_block_does_not_change_results(monkeypatch):
     np.testing.assert_allclose(*outputs, atol=2e-6)
 
 
+@pytest.mark.parametrize("case", [Case(70, "head", "head", "head"), Case(70, "feature", "feature")])
+def test_heads_of_values_share_queries_and_keys(case):
+    """The same as with repeated queries and keys."""
+    heads = HEADS // 2
+    arrays = {name: np.float32(x) for name, x in case.arrays().items()}
+    shared = arrays | {name: arrays[name][:, :, :heads] for name in ("query", "key")}
+
+    def loss(arrays: Any, repeats: int) -> Any:
+        repeated = {name: jnp.repeat(arrays[name], repeats, 2) for name in ("query", "key")}
+        y, state = gated_delta_rule(**arrays | repeated, return_state=True)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(state)), (y, state)
+
+    have, want = (jax.grad(partial(loss, repeats=n), has_aux=True)(shared) for n in (1, 2))
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.max(np.abs(b)))
+    gates = {
+        x: shared[x]
+        for x in ("query", "key", "value", "log_decay", "erase", "write")
+        if x in shared
+    }
+    summary = matrix_summary(**gates)
+    merged = MatrixState(jnp.asarray(shared["initial_state"])).merge(summary)
+    np.testing.assert_allclose(merged.matrix, want[1][1], atol=1e-5)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_a_state_without_its_transition_does_not_merge_into_another():
     state = MatrixState.empty((), 1, 2, 3)
@@ -263,6 +288,8 @@ def test_a_state_without_its_transition_does_not_merge_into_another():
     [
         ({"query": (1, 4, 4, 3)}, "query and key must have the same heads"),
         ({"query": (1, 3, 2, 3)}, "gated_delta_rule needs as many queries as keys"),
+        ({"value": (1, 4, 3, 5)}, "the number of heads of key must divide that of value"),
+        ({"value": (1, 3, 2, 5)}, "key and value must have the same tokens"),
         ({"log_decay": (1, 4, 3)}, r"log_decay must have shape \(1, 4, 2\) or \(1, 4, 2, 3\)"),
         ({"erase": (1, 4)}, "erase must have shape"),
         ({"write": (1, 4, 2, 3)}, r"write must have shape \(1, 4, 2\) or \(1, 4, 2, 5\)"),

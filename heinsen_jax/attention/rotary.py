@@ -1,16 +1,26 @@
 """Base class of softmax attention with optional rotary queries and keys, as layers."""
 
+import math
 from typing import Annotated, Literal, TypeVar, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.heads import HeadProjection, HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, Float, Integer, Keys, Query, config_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Features,
+    Float,
+    Integer,
+    Keys,
+    Query,
+    Values,
+    config_dataclass,
+)
 
 
 @config_dataclass
@@ -86,6 +96,8 @@ class PositionsConfig(RotaryOptions, MaskedConfig):
     """Position encoding: none; rotary, which rotates queries and keys by angles proportional to
     their positions (RoPE), so that scores depend on distances; or alibi, which adds to the scores a
     bias proportional to the distance, by head, and is causal only."""
+    scale: pydantic.PositiveFloat | None = None
+    """Factor of the dot products; 1 / sqrt(key_depth) when None."""
 
 
 @config_dataclass
@@ -113,6 +125,17 @@ class RotaryAttention(MaskedAttention[RotaryT]):
         super().setup(**options)
         if self.config.positions == "rotary":
             self.config.rotated(self.key_depth)
+
+    def heads(
+        self,
+        x: Features,
+        source: Float[Array, "*B S D"] | None = None,
+        project: HeadProjection | None = None,
+    ) -> tuple[Query, Keys, Values]:
+        query, key, value = super().heads(x, source, project)
+        if self.config.scale is not None:  # in place of the default of the ops
+            query = query * (self.config.scale * math.sqrt(self.key_depth))
+        return query, key, value
 
     def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]

@@ -162,7 +162,7 @@ OLMO_HYBRID: Names = OLMO2 | {
     "gated_deltanet.attention.output": (f"{DELTA}.o_proj", DENSE),
 }
 NAMES: dict[str, Names] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), LLAMA),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "smollm3", "granite"), LLAMA),
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
     "olmo2": OLMO2,

@@ -36,15 +36,17 @@ class Block(nnx.Module):
         fastformer                 x' + mlp(norm(x')),    x' = h + attention(h)
 
     With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With `norm_after`, norms follow
-    both: x + norm(attention(x)) and x' + norm(mlp(x')). With convolutions, as always in the decay
-    block, the input of attention and mlp is convolution(norm(...)). Returns the result and the
-    state after x, or None unless requested.
+    both: x + norm(attention(x)) and x' + norm(mlp(x')). Outputs of both are multiplied by
+    `residual_multiplier`. With convolutions, as always in the decay block, the input of attention
+    and mlp is convolution(norm(...)). Returns the result and the state after x, or None unless
+    requested.
     """
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
         self.is_parallel = config.parallel_branches
         self.norm_after = config.layers[index].norm_after
+        self.multiplier = config.residual_multiplier
         norm = partial(NORMS[config.norm_kind], epsilon=config.norm_epsilon)
         self.norm = norm(config.model_dim, **options)
         build = mechanism(config.layer_pattern[index])
@@ -125,15 +127,20 @@ class Block(nnx.Module):
         """
         before_attention, after = x, ()
         attended = self.norm(attended) if self.norm_after else attended
-        x = (normed if self.kind == "fastformer" else x) + attended.astype(x.dtype)
+        x = (normed if self.kind == "fastformer" else x) + self._branch(attended, x)
         if self.has_mlp:
             with jax.named_scope("mlp"):
                 inputs = before_attention if self.is_parallel else x
                 inputs = inputs if self.norm_after else self.mlp_norm(inputs)
                 inputs, after = self._convolved(inputs, 1, state, segment_ids)
                 y = self.mlp(inputs)
-                x = x + (self.mlp_norm(y) if self.norm_after else y).astype(x.dtype)
+                x = x + self._branch(self.mlp_norm(y) if self.norm_after else y, x)
         return constrain(x, "tokens", None), after
+
+    def _branch(self, y: Features, x: Features) -> Features:
+        """The output of a branch, in the dtype of the residual stream x."""
+        y = y.astype(x.dtype)
+        return y if self.multiplier == 1 else self.multiplier * y
 
     def _convolved(
         self,

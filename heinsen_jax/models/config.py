@@ -110,6 +110,12 @@ class LanguageModelConfig:
     """Whether the readout has the weights of the token embedding."""
     logit_soft_cap: pydantic.PositiveFloat | None = None
     """c: logits are replaced by c tanh(logits / c)."""
+    logit_divisor: pydantic.PositiveFloat = 1.0
+    """Number by which logits are divided, before the cap."""
+    embedding_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the token embeddings in the input of the first layer."""
+    residual_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the output of each residual branch: x + residual_multiplier attention(norm(x))."""
     embedding_style: Literal["paper", "fastformer"] = "paper"
     """Layers before the first and after the last block. paper: a position recurrence before, a norm
     after. fastformer: learned positions and a norm before; after, a bias, and logits scaled by

@@ -27,7 +27,7 @@ _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
-COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
+COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "scale"}
 """Options that new layers inherit from the layers that they replace."""
 
 

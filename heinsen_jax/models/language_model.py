@@ -232,6 +232,8 @@ class LanguageModel(nnx.Module):
         before: PyTree = self.position.init_state(tokens.shape[:-1]) if state is None else state
         with jax.named_scope("position"):
             x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
+            if self.config.embedding_multiplier != 1:
+                x = self.config.embedding_multiplier * x
             return self.position(x, state=before, segment_ids=segment_ids)
 
     def normed(self, x: Features) -> Features:
@@ -243,9 +245,10 @@ class LanguageModel(nnx.Module):
         """The map from features to logits."""
         embed = self.embed if self.config.tie_embeddings else self.unembed
         embedding, cap, dtype = embed.embedding[...], self.config.logit_soft_cap, self.config.dtype
+        scale = 1 / self.config.logit_divisor
         if self.config.embedding_style == "paper":
-            return Readout(embedding, dtype=dtype, soft_cap=cap)
-        return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype, cap)
+            return Readout(embedding, None, scale, dtype, cap)
+        return Readout(embedding, self.bias[...], scale * self.config.model_dim**-0.5, dtype, cap)
 
     def parameters(self) -> Iterator[tuple[str, list[Array]]]:
         """The names of the parameters, each with one array: layers are a stack here, and separate

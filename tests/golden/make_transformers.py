@@ -77,6 +77,20 @@ CASES = {
     ),
     "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=8),
     "mistral": transformers.MistralConfig(**LLAMA, sliding_window=5),
+    "smollm3": transformers.SmolLM3Config(
+        **LLAMA | {"num_hidden_layers": 3},
+        no_rope_layers=[1, 1, 0],
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
+    "granite": transformers.GraniteConfig(
+        **LLAMA,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=0.7,
+    ),
     "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
     "olmo_hybrid": transformers.OlmoHybridConfig(
         **LLAMA | {"num_hidden_layers": 4},

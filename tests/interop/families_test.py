@@ -55,6 +55,25 @@ def test_rotary_positions():
     assert options("gpt_neox", *names, **neox) == [10000.0, 1.0, None, 0.25]
 
 
+def test_layers_without_positions():
+    default = model("smollm3", **SIZES | {"num_hidden_layers": 8})
+    assert [x.positions for x in default.mechanisms()] == ["rotary"] * 3 + ["none"]
+    assert default.mechanisms()[0].rotary_base == 2e6
+    config = model("smollm3", **SIZES, no_rope_layers=[0, 1], rope_theta=5e5)
+    assert [(x.positions, x.rotary_base) for x in config.mechanisms()] == [
+        ("none", 10000.0),
+        ("rotary", 5e5),
+    ]
+
+
+def test_multipliers():
+    multipliers = {"embedding_multiplier": 12, "residual_multiplier": 0.25, "logits_scaling": 8.0}
+    config = model("granite", **SIZES, **multipliers, attention_multiplier=0.015625)
+    assert (config.embedding_multiplier, config.residual_multiplier) == (12, 0.25)
+    assert config.logit_divisor == 8
+    assert config.mechanisms()[0].scale == 0.015625
+
+
 def test_hybrids():
     hybrid = model("olmo_hybrid", **SIZES | {"num_hidden_layers": 8})
     assert hybrid.layer_pattern == ("gated_deltanet",) * 3 + ("gqa",)
@@ -76,6 +95,8 @@ def test_hybrids():
         ("olmo_hybrid", {"layer_types": ["linear_attention"]}, "layer_types has 1 layers, but"),
         ("olmo_hybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads=8 differs from"),
         ("olmo_hybrid", {"layer_types": ["mamba"] * 2}, r"layer_types\.0='mamba' is unsupported"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers has 3 layers, but num_hidden"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0 is unsupported"),
         ("olmo2", {"head_dim": 8}, "head_dim=8 must be hidden_size / num_attention_heads"),
         ("olmo2", {"rope_parameters": {"rope_theta": None}}, "rope_theta=None is unsupported"),
         ("olmo2", {"clip_qkv": 8.0}, r"clip_qkv=8\.0 is unknown, and may change results"),

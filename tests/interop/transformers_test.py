@@ -36,7 +36,7 @@ from tests.models.small import apply, random_model
 
 FOLDER = GOLDEN_FOLDER / "transformers"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
-SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid"}
+SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid", "granite"}
 HYBRIDS = [name for name in NAMES if "hybrid" in name]
 
 

@@ -190,6 +190,35 @@ def test_parallel_branches_have_the_same_input():
     np.testing.assert_allclose(both - embedded, sum(alone), atol=1e-5)
 
 
+def test_multipliers_scale_embeddings_branches_and_logits():
+    fields = {"block": "llama", "attention": "softmax", "num_layers": 1, "tie_embeddings": False}
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    plain = nnx.clone(model(**fields))
+    multipliers = {"embedding_multiplier": 4.0, "residual_multiplier": 0.5, "logit_divisor": 8.0}
+    ours = model(**fields, **multipliers)
+    embed, block = plain.embed.embedding, plain.blocks[0]
+    embed[...] = 4 * embed[...]
+    for kernel in (block.attention.output.kernel, block.mlp.down.kernel):
+        kernel[...] = kernel[...] / 2
+    np.testing.assert_allclose(ours(tokens), plain(tokens) / 8, atol=1e-6)
+
+
+def test_the_scale_of_dot_products_is_an_option():
+    options = {"positions": "rotary", "scale": 0.7}
+    ours, plain = (
+        nnx.clone(model(block="standard", attention=Layers("softmax", options=x), num_layers=1))
+        for x in (options, {"positions": "rotary"})
+    )
+    attention = plain.blocks[0].attention
+    columns = attention.columns()["query"]
+    factor = np.ones(attention.project.kernel.shape[-1], np.float32)
+    factor[columns] = 0.7 * np.sqrt(attention.key_depth)
+    for parameter in (attention.project.kernel, attention.project.bias):
+        parameter[...] = np.asarray(parameter[...]) * factor
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    np.testing.assert_allclose(ours(tokens), plain(tokens), atol=1e-6)
+
+
 def test_norms_after_attention_and_mlp_follow_their_formula():
     x = jax.random.normal(jax.random.key(0), (1, 9, 12))
     ours = model(block="llama", attention=Layers("softmax", norm_after=True), num_layers=1)

@@ -64,6 +64,9 @@ FIELDS = {
     "n_positions": "max_length",
     "max_position_embeddings": "trained_length",
     "use_parallel_residual": "parallel_branches",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logit_divisor",
     **dict.fromkeys(("hidden_size", "n_embd"), "model_dim"),
     **dict.fromkeys(("intermediate_size", "n_inner"), "mlp_dim"),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), "num_layers"),
@@ -237,6 +240,59 @@ class Qwen3(QwenLike):
     attention_bias: bool = False
 
 
+class SmolLM3(QwenLike):
+    """SmolLM3, some of whose layers have no positions."""
+
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+
+    num_key_value_heads: Size | None = 4
+    rope: Rope = Rope(rope_theta=2e6)
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    no_rope_layers: list[Literal[0, 1]] | None = None
+    no_rope_layer_interval: Size = 4
+
+    @pydantic.model_validator(mode="after")
+    def _has_equally_many_layers(self) -> "SmolLM3":
+        count = len(self.no_rope_layers or [])
+        if self.no_rope_layers is not None and count != self.num_hidden_layers:
+            raise ValueError(
+                f"no_rope_layers has {count} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}; correct one of them"
+            )
+        return self
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        others = {k: v for k, v in options.items() if not k.startswith("rotary_")}
+        layers = (
+            Layers("gqa", options=others | {"positions": "none"}),
+            Layers("gqa", options=options),
+        )
+        number, interval = self.num_hidden_layers, self.no_rope_layer_interval
+        default = [int((i + 1) % interval != 0) for i in range(number)]
+        return tuple(shortest_period([layers[x] for x in self.no_rope_layers or default]))
+
+
+class Granite(LlamaLike):
+    """Granite 3 and 4, dense."""
+
+    model_type = "granite"
+    architecture = "GraniteForCausalLM"
+
+    num_key_value_heads: Size | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: PositiveFloat = 1.0
+    residual_multiplier: PositiveFloat = 1.0
+    attention_multiplier: PositiveFloat = 1.0
+    logits_scaling: PositiveFloat = 1.0
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        return Layers("gqa", options=options | {"scale": self.attention_multiplier})
+
+
 class Olmo2(LlamaLike):
     """OLMo 2."""
 
@@ -378,7 +434,9 @@ class GPTNeoX(Family):
 
 FAMILIES: dict[str, type[Family]] = {
     family.model_type: family
-    for family in (Llama, Qwen2, Qwen3, Mistral, Olmo2, OlmoHybrid, GPT2, GPTNeoX)
+    for family in (
+        *(Llama, Qwen2, Qwen3, Mistral, SmolLM3, Granite, Olmo2, OlmoHybrid, GPT2, GPTNeoX),
+    )
 }
 
 
@@ -412,7 +470,9 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
                 raise ValueError("rope is unknown, and may change results; remove it")
             outer = {*OBJECTS, *family.rope_names, *family.rope_names.values()}
             default = family.model_fields["rope"].default
-            rope = {"partial_rotary_factor": default.partial_rotary_factor}
+            rope: dict[str, Any] = default.model_dump(
+                include={"partial_rotary_factor", "rope_theta"}
+            )
             rope |= {name: x.value for name, x in given.items()}
             known = {name: x for name, x in known.items() if name not in outer} | {"rope": rope}
         return family.model_validate(known)

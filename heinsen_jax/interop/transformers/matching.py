@@ -72,11 +72,17 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
 def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     """Values for the fields of all families, by name."""
     layers = config.abstract_layers()
-    layer = next((x for x in layers if isinstance(x, RotaryAttention)), layers[0])
+    number = config.num_layers // len(layers)
+    softmax = [x for x in layers if isinstance(x, RotaryAttention)]
+    rotary = [x for x in softmax if x.config.positions == "rotary"]
+    layer: Any = next(iter([*rotary, *softmax, *layers]))
     options: Any = layer.config
     facts: dict[str, Any] = {}
     if isinstance(options, PositionsConfig):
         facts["rope"] = Rope.of(options)
+        facts["attention_multiplier"] = options.scale or layer.key_depth**-0.5
+    if all(getattr(x.config, "positions", "") in ("rotary", "none") for x in layers):
+        facts["no_rope_layers"] = [int(x in rotary) for x in layers] * number
     sizes = vars(config) | {
         "mlp_dim": config.mlp_width,
         "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
@@ -84,7 +90,6 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     names = ("hidden_act", "activation_function") if config.mlp_kind else ()
     facts |= dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
     for linear in (x for x in layers if isinstance(x, GatedDeltaNetAttention)):
-        number = config.num_layers // len(layers)
         facts |= {
             "layer_types": [LAYER_TYPES.get(x, x) for x in config.layer_pattern] * number,
             "linear_num_key_heads": config.num_heads,
@@ -152,6 +157,7 @@ def _resolved_layer(entry: Layers, layer: Attention) -> tuple[str, dict[str, Any
         "value_depth": layer.value_depth,
         "output_bias": layer.output.bias is not None,
         "norm_epsilon": options["norm_epsilon"] or EPSILONS["rms"],
+        "scale": options["scale"] or layer.key_depth**-0.5,
     }
     if not options["query_key_norm"]:
         del options["norm_epsilon"]

@@ -24,8 +24,10 @@ class DeltaNetConfig(ConvolvedConfig):
 
     has_erasure = True
     num_key_heads: pydantic.PositiveInt | None = None
-    """Number of heads of queries and keys, each shared by num_heads / num_key_heads heads of
-    values; num_heads when None."""
+    """Number of heads of queries and keys, each shared by num_value_heads / num_key_heads heads of
+    values; num_value_heads when None."""
+    num_value_heads: pydantic.PositiveInt | None = None
+    """Number of heads of values; num_heads when None."""
     negative_eigenvalues: bool = False
     """Whether the share that is replaced, beta, is up to 2 instead of 1: transitions then have
     eigenvalues in [-1, 1], which track states such as parity (Grazzi et al., 2025)."""

@@ -10,7 +10,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
-from heinsen_jax.attention.parameters import LayerOptions, dense_options, linear, lora, rms_norm
+from heinsen_jax.attention.parameters import NORMS, LayerOptions, dense_options, linear, lora
 from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
 
@@ -31,6 +31,8 @@ class HeadsConfig(AttentionConfig):
     themselves, or, if joint, those of all heads together, as in OLMo 2."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of the normalization of queries and keys; 1e-6 by default."""
+    zero_centered_norm: bool = False
+    """Whether the scales of these norms are 1 + w, for w initially 0, instead of w."""
     use_bias: bool = True
     """Whether the projections have biases."""
     output_bias: bool | None = None
@@ -87,8 +89,9 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         )
         if chosen.query_key_norm:
             is_joint, epsilon = chosen.query_key_norm == "joint", chosen.norm_epsilon
+            norm = NORMS["zero_centered_rms" if chosen.zero_centered_norm else "rms"]
             self.query_norm, self.key_norm = (
-                rms_norm(heads * self.key_depth, epsilon=epsilon, **options)
+                norm(heads * self.key_depth, epsilon=epsilon, **options)
                 for heads in ((num_heads, self.num_kv_heads) if is_joint else (1, 1))
             )
         if chosen.gated:
@@ -113,7 +116,13 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         query, key, value = self.heads(x, call.source)
         with jax.named_scope("mechanism"):
             y, state = self.attend(query, key, value, call)
-        return self.out_proj(y), state
+        return self.out_proj(self.gated(x, y)), state
+
+    def gated(self, x: Features, y: Mixed) -> Mixed:
+        """The outputs of heads `[..., T, N, V]`, multiplied by a gate of the layer's input, if the
+        mechanism has one."""
+        del x
+        return y
 
     def heads(
         self,
@@ -127,7 +136,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
         return query, key, value
 
-    def _normed(self, norm: nnx.RMSNorm, x: Array) -> Array:
+    def _normed(self, norm: Callable[[Array], Array], x: Array) -> Array:
         """Queries or keys `[..., T, N, K]`, normalized by head or over all heads."""
         if self.config.query_key_norm != "joint":
             return norm(x)

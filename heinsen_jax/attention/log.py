@@ -126,7 +126,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             if self.config.query_key_norm:
                 for norm in (self.query_norm, self.key_norm):
                     assert norm.scale is not None
-                    norm.scale[...] = jnp.full_like(norm.scale[...], INITIAL_SCALE)
+                    scale = INITIAL_SCALE - self.config.zero_centered_norm
+                    norm.scale[...] = jnp.full_like(norm.scale[...], scale)
         if self.config.decay == "coupled":
             if self.num_features < 2:
                 raise ValueError(

@@ -72,6 +72,7 @@ class MatrixStateConfig(AttentionConfig):
         )
 
     def flops(self, model_dim: int, num_heads: int, length: int, is_causal: bool = True) -> float:
+        num_heads = getattr(self, "num_value_heads", None) or num_heads
         key_depth, value_depth = self.depths(model_dim, num_heads)
         return (6.0 if self.has_erasure else 4.0) * num_heads * key_depth * value_depth
 
@@ -160,13 +161,14 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     softmax_projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
-        model_dim, num_heads, config = self.model_dim, self.num_heads, self.config
+        model_dim, config = self.model_dim, self.config
+        num_heads = self.num_heads = getattr(config, "num_value_heads", None) or self.num_heads
         self.key_depth, self.value_depth = config.depths(model_dim, num_heads)
         shared = 1 if self.shares_keys else getattr(config, "num_key_heads", None)
         self.num_key_heads = shared or num_heads
         if num_heads % self.num_key_heads:
             raise ValueError(
-                f"num_key_heads={self.num_key_heads} does not divide num_heads={num_heads}"
+                f"num_key_heads={self.num_key_heads} does not divide {num_heads} heads of values"
             )
         keys, values = self.num_key_heads * self.key_depth, num_heads * self.value_depth
         axes = "embed", "heads"

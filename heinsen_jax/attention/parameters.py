@@ -22,7 +22,7 @@ vector: biases, scales, rates, depthwise filters, trained tokens: not decayed; u
 Muon.
 """
 
-EPSILONS = {"layer": 1e-5, "rms": 1e-6}
+EPSILONS = {"layer": 1e-5, "rms": 1e-6, "zero_centered_rms": 1e-6}
 """Default epsilons of norms."""
 
 
@@ -140,7 +140,24 @@ def rms_norm(
     )
 
 
-NORMS = {"layer": layer_norm, "rms": rms_norm}
+class ZeroCenteredRMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * (1 + w), with w initially 0, in the dtype of w.
+
+    References:
+      Gemma Team, 2024, Gemma, arXiv:2403.08295; Qwen Team, 2025, Qwen3-Next.
+    """
+
+    def __init__(self, size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]):
+        self.epsilon = epsilon or EPSILONS["zero_centered_rms"]
+        self.scale = parameter(nnx.initializers.zeros, size, kind="vector", **options)
+
+    def __call__(self, x: Array) -> Array:
+        x = x.astype(jnp.promote_types(x.dtype, self.scale.dtype))
+        inverse = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.epsilon)
+        return x * inverse * jnp.broadcast_to(1 + self.scale[...], x.shape)
+
+
+NORMS = {"layer": layer_norm, "rms": rms_norm, "zero_centered_rms": ZeroCenteredRMSNorm}
 
 
 def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) -> nnx.LoRA:

@@ -3,12 +3,13 @@
 import math
 from typing import Annotated, Literal, TypeVar, Unpack
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 
 from heinsen_jax.attention.heads import HeadProjection, HeadsConfig
-from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions, linear
 from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import (
@@ -17,6 +18,7 @@ from heinsen_jax.typing import (
     Float,
     Integer,
     Keys,
+    Mixed,
     Query,
     Values,
     config_dataclass,
@@ -98,6 +100,9 @@ class PositionsConfig(RotaryOptions, MaskedConfig):
     bias proportional to the distance, by head, and is causal only."""
     scale: pydantic.PositiveFloat | None = None
     """Factor of the dot products; 1 / sqrt(key_depth) when None."""
+    output_gate: Literal["head", "feature"] | None = None
+    """Gate sigmoid(x Wg) of the outputs before the output projection, by head or by feature, as in
+    Qwen3-Next; none when None."""
 
 
 @config_dataclass
@@ -125,6 +130,11 @@ class RotaryAttention(MaskedAttention[RotaryT]):
         super().setup(**options)
         if self.config.positions == "rotary":
             self.config.rotated(self.key_depth)
+        if self.config.output_gate is not None:
+            is_by_feature = self.config.output_gate == "feature"
+            width = self.num_heads * (self.value_depth if is_by_feature else 1)
+            axes, biased = ("embed", "heads"), self.config.use_bias
+            self.output_gate = linear(self.model_dim, width, axes, use_bias=biased, **options)
 
     def heads(
         self,
@@ -136,6 +146,12 @@ class RotaryAttention(MaskedAttention[RotaryT]):
         if self.config.scale is not None:  # in place of the default of the ops
             query = query * (self.config.scale * math.sqrt(self.key_depth))
         return query, key, value
+
+    def gated(self, x: Features, y: Mixed) -> Mixed:
+        if self.config.output_gate is None:
+            return y
+        gate = jax.nn.sigmoid(self.output_gate(x)).astype(y.dtype)
+        return y * gate.reshape(*y.shape[:-1], -1)
 
     def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]

@@ -20,13 +20,15 @@ class Heads:
 
     Attributes:
       num_heads, num_kv_heads: numbers of query heads and of key/value heads.
-      depth: head dimension.
+      depth: head dimension of queries and keys.
+      widths: numbers of features of all queries, keys and values.
       rotated: number of rotated features of a head.
     """
 
     num_heads: int
     num_kv_heads: int
     depth: int
+    widths: tuple[int, int, int]
     rotated: int
 
     @classmethod
@@ -34,8 +36,19 @@ class Heads:
         """The sizes of a layer."""
         is_rotary = getattr(layer.config, "positions", None) == "rotary"
         rotated = layer.config.rotated(layer.key_depth) if is_rotary else 0
-        groups = getattr(layer, "num_kv_heads", layer.num_heads)
-        return cls(layer.num_heads, groups, layer.key_depth, rotated)
+        groups, queries = getattr(layer, "num_kv_heads", layer.num_heads), layer.num_heads
+        values = groups
+        if (keys := getattr(layer, "num_key_heads", None)) is not None:
+            groups = queries = keys
+            values = layer.num_heads
+        depth = layer.key_depth
+        widths = queries * depth, groups * depth, values * layer.value_depth
+        return cls(layer.num_heads, groups, depth, widths, rotated)
+
+    def rows(self, part: int) -> slice:
+        """Rows of queries (0), keys (1) or values (2), if all are one after the other."""
+        start = sum(self.widths[:part])
+        return slice(start, start + self.widths[part])
 
     @property
     def order(self) -> np.ndarray:
@@ -60,10 +73,19 @@ class Heads:
 
 
 class Layout(NamedTuple):
-    """Maps between a parameter and its tensors in transformers."""
+    """Maps between a parameter and its tensors in transformers.
+
+    Attributes:
+      to_ours: the parameter.
+      to_theirs: its tensors, or its part of a tensor that it shares with others.
+      part: its place among the parameters that share a tensor.
+      join: the tensor of all its parts.
+    """
 
     to_ours: Callable[[Tensors, Heads], np.ndarray]
     to_theirs: Callable[[np.ndarray, Heads], Tensors]
+    part: int = 0
+    join: Callable[[Tensors, Heads], np.ndarray] = lambda parts, heads: np.concatenate(parts)
 
 
 def _interleaved(x: np.ndarray, heads: Heads) -> Tensors:
@@ -98,6 +120,40 @@ THIRDS = Layout(
     lambda x, heads: [np.concatenate(heads.split(x.T)).T],
 )
 """Layouts. PyTorch's linear layers have the transpose of our kernels; GPT-2's layers do not."""
+
+
+def _rows(part: int) -> Layout:
+    """A linear layer of queries, keys or values, of one layer of all."""
+    return Layout(lambda x, heads: x[0][heads.rows(part)].T, lambda x, heads: [x.T], part)
+
+
+def _taps(part: int) -> Layout:
+    """A convolution of queries, keys or values, of one convolution of all."""
+    return Layout(
+        lambda x, heads: x[0][heads.rows(part), 0].T, lambda x, heads: [x.T[:, None]], part
+    )
+
+
+def _by_head(x: np.ndarray, heads: Heads, part: int) -> np.ndarray:
+    """The queries (0) or the output gates (1), which are adjacent for each head."""
+    parts = x.reshape(heads.num_heads, 2, -1, *x.shape[1:])[:, part]
+    return parts.reshape(-1, *x.shape[1:])
+
+
+def _join_by_head(parts: Tensors, heads: Heads) -> np.ndarray:
+    shape = parts[0].shape
+    apart = [x.reshape(heads.num_heads, 1, -1, *shape[1:]) for x in parts]
+    return np.concatenate(apart, 1).reshape(-1, *shape[1:])
+
+
+GATED = Layout(
+    lambda x, heads: heads.join(_by_head(x[0], heads, 0), *x[1:]).T,
+    lambda x, heads: heads.split(x.T),
+    join=_join_by_head,
+)
+OUTPUT_GATE = Layout(
+    lambda x, heads: _by_head(x[0], heads, 1).T, lambda x, heads: [x.T], 1, _join_by_head
+)
 
 # Module of this package -> (module in transformers, layout). A name with {} exists once per layer;
 # one with * is q, k and v. Names of layers of one mechanism begin with it instead of "blocks". A
@@ -161,14 +217,36 @@ OLMO_HYBRID: Names = OLMO2 | {
     "gated_deltanet.attention.norm": (f"{DELTA}.o_norm", SAME),
     "gated_deltanet.attention.output": (f"{DELTA}.o_proj", DENSE),
 }
+QWEN3_5: Names = LLAMA | {
+    "blocks.attention.project": ("model.layers.{}.self_attn.*_proj", GATED),
+    "blocks.attention.output_gate": ("model.layers.{}.self_attn.q_proj", OUTPUT_GATE),
+    "gated_deltanet.attention.query": (f"{DELTA}.in_proj_qkv", _rows(0)),
+    "gated_deltanet.attention.key": (f"{DELTA}.in_proj_qkv", _rows(1)),
+    "gated_deltanet.attention.value": (f"{DELTA}.in_proj_qkv", _rows(2)),
+    "gated_deltanet.attention.convolutions.0.taps": (f"{DELTA}.conv1d.weight", _taps(0)),
+    "gated_deltanet.attention.convolutions.1.taps": (f"{DELTA}.conv1d.weight", _taps(1)),
+    "gated_deltanet.attention.convolutions.2.taps": (f"{DELTA}.conv1d.weight", _taps(2)),
+    "gated_deltanet.attention.decay": (f"{DELTA}.in_proj_a", DENSE),
+    "gated_deltanet.attention.to_log_decay.log_rate": (f"{DELTA}.A_log", SAME),
+    "gated_deltanet.attention.to_log_decay.bias": (f"{DELTA}.dt_bias", SAME),
+    "gated_deltanet.attention.beta": (f"{DELTA}.in_proj_b", DENSE),
+    "gated_deltanet.attention.gate": (f"{DELTA}.in_proj_z", DENSE),
+    "gated_deltanet.attention.norm": (f"{DELTA}.norm", SAME),
+    "gated_deltanet.attention.output": (f"{DELTA}.out_proj", DENSE),
+}
 NAMES: dict[str, Names] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "smollm3", "granite"), LLAMA),
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
+    "qwen3_5_text": QWEN3_5,
     "olmo2": OLMO2,
     "olmo_hybrid": OLMO_HYBRID,
 }
 """Names by `model_type`."""
+TEXT_PREFIXES: dict[str, str] = {"qwen3_5_text": "model.language_model."}
+"""Beginnings of names, in place of "model.", in models of text and images."""
+IGNORED: dict[str, tuple[str, ...]] = {"qwen3_5_text": ("model.visual.", "mtp.")}
+"""Beginnings of names of tensors that do not change the logits of text."""
 OTHER_NAMES: dict[str, Names] = {
     "olmo_hybrid": {"blocks.norm": ("model.layers.{}.feedforward_layer_norm", SAME)}
 }
@@ -194,13 +272,6 @@ class Entry:
     is_stacked: bool
     layout: Layout
     heads: Heads
-
-    def shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of all tensors of a parameter of this shape."""
-        like = np.zeros(shape[1:] if self.is_stacked else shape, bool)
-        theirs = [x.shape for x in self.layout.to_theirs(like, self.heads)]
-        for names in self.layers:
-            yield from zip(names, theirs, strict=True)
 
     def load(self, leaf: jax.ShapeDtypeStruct, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """The parameter of a shape and dtype, from a function that reads tensors."""
@@ -244,8 +315,32 @@ def tensors_of(
     convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, x: x,
 ) -> dict[str, np.ndarray]:
     """All tensors by name, converted, for parameters by their paths."""
-    return {
-        name: convert(name, tensor)
-        for entry in parameters
-        for name, tensor in entry.tensors(np.asarray(values[entry.path]))
-    }
+    parts: dict[str, list[tuple[Entry, np.ndarray]]] = {}
+    for entry in parameters:
+        for name, tensor in entry.tensors(np.asarray(values[entry.path])):
+            parts.setdefault(name, []).append((entry, convert(name, tensor)))
+    return {name: _joined(pairs) for name, pairs in parts.items()}
+
+
+def _joined(pairs: list[tuple[Entry, np.ndarray]]) -> np.ndarray:
+    if len(pairs) == 1:
+        return pairs[0][1]
+    ordered = sorted(pairs, key=lambda pair: pair[0].layout.part)
+    entry, _ = ordered[0]
+    return entry.layout.join([x for _, x in ordered], entry.heads)
+
+
+def shapes_of(
+    parameters: Iterable[Entry], leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors by name, for parameters of these shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in parameters:
+        shape = leaves[entry.path].shape
+        like = np.broadcast_to(False, shape[1:] if entry.is_stacked else shape)
+        theirs = [x.shape for x in entry.layout.to_theirs(like, entry.heads)]
+        for name, (rows, *rest) in (
+            x for names in entry.layers for x in zip(names, theirs, strict=True)
+        ):
+            shapes[name] = (shapes.get(name, (0,))[0] + rows, *rest)
+    return shapes

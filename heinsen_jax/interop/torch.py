@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
-from heinsen_jax.interop.tensors import DENSE, SAME, Names, entries, tensors_of
+from heinsen_jax.interop.tensors import DENSE, SAME, Names, entries, shapes_of, tensors_of
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.weights import check_finite, reading_arrays
@@ -54,7 +54,7 @@ def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> Langu
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     parameters = entries(_NAMES, config, leaves)
-    shapes = {name: shape for x in parameters for name, shape in x.shapes(leaves[x.path].shape)}
+    shapes = shapes_of(parameters, leaves)
     if problems := shapes.keys() ^ arrays.keys():
         name = min(problems)
         kind = "is missing" if name in shapes else "is not part of the published model"

@@ -19,7 +19,7 @@ from heinsen_jax.typing import config_dataclass
 
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
 Positions = Literal["recurrence", "learned", "none"]
-Norm = Literal["layer", "rms"]
+Norm = Literal["layer", "rms", "zero_centered_rms"]
 MLPKind = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
@@ -86,7 +86,9 @@ class LanguageModelConfig:
     llama: as standard, with RMS norms, a SwiGLU MLP and no biases, and rotary positions for
     mechanisms that have them. The fields that follow replace single parts of a block."""
     norm: Norm | None = None
-    """layer: layer normalization. rms: RMS normalization, without mean and bias."""
+    """layer: layer normalization. rms: RMS normalization, without mean and bias. zero_centered_rms:
+    the same with the scale 1 + w, for w initially 0, also in mechanisms with an option
+    `zero_centered_norm`."""
     mlp: MLPKind | None = None
     """gelu: GELU(x W1) W2. gelu_tanh: the same with the approximation of GELU by tanh. swiglu:
     (SiLU(x W1) * x W2) W3. The paper's block has no MLP."""
@@ -265,6 +267,8 @@ class LanguageModelConfig:
             fields["use_bias"] = self.has_bias
         if self.norm_epsilon is not None and "norm_epsilon" in known:
             fields["norm_epsilon"] = self.norm_epsilon
+        if self.norm_kind == "zero_centered_rms" and "zero_centered_norm" in known:
+            fields["zero_centered_norm"] = True
         if self.qk_norm:
             if "query_key_norm" not in known:
                 raise ValueError(

@@ -52,6 +52,11 @@ VARIANTS |= {
         "softmax",
         {"positions": "rotary", "query_key_norm": "joint", "num_kv_heads": 2},
     ),
+    "softmax, output gate by feature": (
+        "softmax",
+        {"output_gate": "feature", "query_key_norm": True, "zero_centered_norm": True},
+    ),
+    "softmax, output gate by head": ("softmax", {"output_gate": "head", "value_depth": 3}),
     "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
     "gqa": ("gqa", {}),
     "gqa, two groups": ("gqa", {"num_kv_heads": 2}),

@@ -61,8 +61,11 @@ def heads(
         key = of_source[:, group * width + shared * depth :][:, :depth]
         value = of_source[:, group * width + shared * depth + depth :][:, : layer.value_depth]
         if layer.config.query_key_norm is True:
-            query = rms_norm(within(p, "query_norm"), query)
-            key = rms_norm(within(p, "key_norm"), key)
+            offset = float(layer.config.zero_centered_norm)
+            query, key = (
+                rms_norm({"scale": p[f"{name}.scale"] + offset}, x)
+                for name, x in (("query_norm", query), ("key_norm", key))
+            )
         if is_rotated and getattr(layer.config, "positions", "none") == "rotary":
             query, key = rotated(query), rotated(key)
         yield query, key, value
@@ -146,6 +149,10 @@ def masked(
         visible = visible & is_visible(layer.config, behind)
         more = 0.0 if weigh is similarity else layer.config.denominator_bias
         y = [average(weigh(q, k), visible, v, more) for q, k, v in heads(layer, p, x)]
+        if getattr(layer.config, "output_gate", None) is not None:
+            gate = 1 / (1 + np.exp(-(x @ p["output_gate.kernel"] + p["output_gate.bias"])))
+            gates = np.split(gate, layer.num_heads, axis=1)
+            y = [one * of_head for one, of_head in zip(y, gates, strict=True)]
         return out_proj(layer, p, y)
 
     return oracle

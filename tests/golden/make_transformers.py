@@ -91,6 +91,21 @@ CASES = {
         attention_multiplier=0.3,
         logits_scaling=0.7,
     ),
+    "qwen3_5": transformers.Qwen3_5TextConfig(
+        **LLAMA | {"num_hidden_layers": 4},
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=5,
+        linear_value_head_dim=4,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e5,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 0],
+        },
+    ),
     "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
     "olmo_hybrid": transformers.OlmoHybridConfig(
         **LLAMA | {"num_hidden_layers": 4},

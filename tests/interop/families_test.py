@@ -87,6 +87,18 @@ def test_hybrids():
         hybrid = model("olmo_hybrid", **SIZES | {"num_hidden_layers": 4} | none)
         assert hybrid.mechanisms()[-1].positions == "none"
     assert model("olmo_hybrid", **SIZES).layer_pattern == ("gated_deltanet", "gqa")
+    qwen = model("qwen3_5_text", **SIZES | {"num_hidden_layers": 8})
+    linear, *_, softmax = qwen.mechanisms()
+    assert (linear.num_key_heads, linear.num_value_heads, linear.key_depth) == (16, 32, 128)
+    assert (softmax.output_gate, softmax.rotary_fraction, softmax.key_depth) == (
+        "feature",
+        0.25,
+        256,
+    )
+    assert (softmax.query_key_norm, softmax.zero_centered_norm) == (True, True)
+    assert qwen.norm_kind == "zero_centered_rms"
+    qwen = model("qwen3_5_text", **SIZES, full_attention_interval=2)
+    assert qwen.layer_pattern == ("gated_deltanet", "gqa")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 
 from heinsen_jax.interop.tensors import INTERLEAVED, SEPARATE, THIRDS, Heads
 
-HEADS = Heads(num_heads=2, num_kv_heads=1, depth=6, rotated=4)
-EQUAL = Heads(num_heads=2, num_kv_heads=2, depth=2, rotated=0)
+HEADS = Heads(num_heads=2, num_kv_heads=1, depth=6, widths=(12, 6, 6), rotated=4)
+EQUAL = Heads(num_heads=2, num_kv_heads=2, depth=2, widths=(4, 4, 4), rotated=0)
 
 
 def test_rotated_features_become_adjacent():

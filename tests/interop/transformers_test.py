@@ -36,8 +36,8 @@ from tests.models.small import apply, random_model
 
 FOLDER = GOLDEN_FOLDER / "transformers"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
-SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid", "granite"}
-HYBRIDS = [name for name in NAMES if "hybrid" in name]
+SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid", "granite", "qwen3_5"}
+HYBRIDS = [name for name in NAMES if "hybrid" in name or name == "qwen3_5"]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -96,7 +96,29 @@ def test_logits_in_uneven_chunks_are_those_of_transformers(name):
         )
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_language_model_of_a_model_of_text_and_images_is_read(tmp_path):
+    text, folder = fields(FOLDER / "qwen3_5"), tmp_path / "a"
+    outer = {name: text.pop(name) for name in ("dtype", "tie_word_embeddings")}
+    folder.mkdir()
+    content = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}} | outer
+    (folder / "config.json").write_text(json.dumps(content))
+    arrays = {
+        name.replace("model.", "model.language_model.", 1): x
+        for name, x in tensors(FOLDER / "qwen3_5").items()
+    }
+    other = {name: np.zeros((2, 3), np.float32) for name in ("model.visual.a", "mtp.norm.weight")}
+    save_file(arrays | other, folder / "model.safetensors")
+    models = (from_pretrained(x)[0] for x in (folder, FOLDER / "qwen3_5"))
+    assert_same(*(flatten_with_names(nnx.state(x, nnx.Param)) for x in models))
+    written = to_pretrained(from_pretrained(folder)[0], tmp_path / "b", like=folder)
+    assert_same(tensors(written), tensors(FOLDER / "qwen3_5"))
+    assert fields(written)["model_type"] == "qwen3_5_text"
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+    with pytest.raises(UserError, match="text_config must be an object with model_type='qwen3_5_"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name.startswith("olmo")])
 def test_hybrids_that_transformers_has_written_are_read(name, tmp_path):
     """It gives norms of softmax attention another name, and convolutions equally many features."""
     folder = changed(name, tmp_path / "a")

@@ -133,6 +133,7 @@ def test_the_decay_block_is_a_standard_block_of_these_parts():
     [
         {"block": "llama"},
         {"norm": "rms", "mlp": "gelu"},
+        {"norm": "zero_centered_rms", "mlp": "gelu"},
         {"norm": "rms", "mlp": "gelu_tanh", "norm_epsilon": 0.1},
     ],
 )
@@ -152,7 +153,8 @@ def test_norm_and_mlp_follow_their_formulas(x64, style):
     epsilon = style.get("norm_epsilon", 1e-6)
 
     def rms(x, scale):
-        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon) * np.asarray(scale)
+        scale = np.asarray(scale) + (style.get("norm") == "zero_centered_rms")
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon) * scale
 
     def dense(name, x):
         w = {k: np.asarray(v) for k, v in weights["mlp"][name].items()}

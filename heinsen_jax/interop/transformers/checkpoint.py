@@ -45,13 +45,23 @@ class Checkpoint:
       folder: the folder.
       names: names of modules of its family. All but the readout share a prefix, which is missing in
         files of a model without its readout.
+      text_prefix: beginning of names in place of "model.", if any.
+      ignored: beginnings of names of tensors that are left out.
       allow_nonfinite: whether values may be NaN or infinite.
 
     Raises:
       UserError: a file is missing or damaged, or has a tensor of another dtype.
     """
 
-    def __init__(self, folder: Path, names: Names, *, allow_nonfinite: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        names: Names,
+        *,
+        text_prefix: str = "",
+        ignored: tuple[str, ...] = (),
+        allow_nonfinite: bool = False,
+    ) -> None:
         self.folder, self._allow_nonfinite = folder, allow_nonfinite
         self._names = names
         if not has_weights(folder):
@@ -66,7 +76,13 @@ class Checkpoint:
         for path in (folder / name for name in files):
             with reading_arrays(path, FETCH_AGAIN):
                 self._files[path] = safe_open(path, framework="numpy")
-        merged = self._merged({} if index is None else index)
+        merged = {
+            "model." + name.removeprefix(text_prefix)
+            if text_prefix and name.startswith(text_prefix)
+            else name: tensor
+            for name, tensor in self._merged({} if index is None else index).items()
+            if not name.startswith(ignored)
+        }
         self.embedding, self.readout = (f"{names[x][0]}.weight" for x in ("embed", "unembed"))
         prefix = self.embedding.partition(".")[0] + "."
         is_bare = not any(name.startswith(prefix) for name in merged)

@@ -23,7 +23,7 @@ from heinsen_jax.interop.transformers.rope import (
     place_of,
 )
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.models.config import MLPKind
+from heinsen_jax.models.config import MLPKind, Norm
 from heinsen_jax.models.pattern import Pattern, shortest_period
 from heinsen_jax.typing import JSON
 
@@ -137,6 +137,8 @@ class LlamaLike(Family):
     has_bias: ClassVar[bool] = False
     """Whether queries, keys and values have biases in all models of the family."""
     qk_norm: ClassVar[bool] = False
+    norm: ClassVar[Norm | None] = None
+    rotates_whole_heads: ClassVar[bool] = True
 
     hidden_size: Size
     intermediate_size: Size
@@ -151,7 +153,7 @@ class LlamaLike(Family):
 
     @pydantic.model_validator(mode="after")
     def _rotates_whole_heads(self) -> "LlamaLike":
-        if self.rope.partial_rotary_factor != 1:
+        if self.rotates_whole_heads and self.rope.partial_rotary_factor != 1:
             raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
         return self
 
@@ -180,6 +182,7 @@ class LlamaLike(Family):
             attention=self.attention(options),
             block="llama",
             use_bias=getattr(self, "mlp_bias", None) or None,
+            norm=self.norm,
             qk_norm=self.qk_norm,
             key_depth=depth,
             value_depth=depth,
@@ -374,6 +377,57 @@ class OlmoHybrid(Olmo2):
         return tuple(shortest_period([layers[kind] for kind in self.types]))
 
 
+class Qwen35Text(LlamaLike):
+    """Qwen 3.5, dense, for text: layers of Gated DeltaNet, and of softmax attention with a gate."""
+
+    model_type = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+    rope_names: ClassVar = {name: name for name in ("rope_theta", "partial_rotary_factor")}
+    norm = "zero_centered_rms"
+    rotates_whole_heads = False
+
+    num_key_value_heads: Size | None = 4
+    head_dim: Size | None = 256
+    rope: Rope = Rope(partial_rotary_factor=0.25)
+    attention_bias: bool = False
+    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
+    full_attention_interval: Size | None = pydantic.Field(None, exclude=True)
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_conv_kernel_dim: Size = 4
+
+    @pydantic.model_validator(mode="after")
+    def _has_equally_many_layers(self) -> "Qwen35Text":
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}; correct one of them"
+            )
+        return self
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        linear: dict[str, FieldValue] = {
+            "num_key_heads": self.linear_num_key_heads,
+            "num_value_heads": self.linear_num_value_heads,
+            "key_depth": self.linear_key_head_dim,
+            "value_depth": self.linear_value_head_dim,
+            "convolution_size": self.linear_conv_kernel_dim,
+        }
+        softmax = options | {"query_key_norm": True, "output_gate": "feature"}
+        layers = {
+            "linear_attention": Layers("gated_deltanet", options=linear),
+            "full_attention": Layers("gqa", options=softmax),
+        }
+        number, interval = self.num_hidden_layers, self.full_attention_interval or 4
+        kinds = [
+            "full_attention" if (i + 1) % interval == 0 else "linear_attention"
+            for i in range(number)
+        ]
+        return tuple(shortest_period([layers[kind] for kind in self.layer_types or kinds]))
+
+
 class GPT2(Family):
     """GPT-2."""
 
@@ -435,9 +489,45 @@ class GPTNeoX(Family):
 FAMILIES: dict[str, type[Family]] = {
     family.model_type: family
     for family in (
-        *(Llama, Qwen2, Qwen3, Mistral, SmolLM3, Granite, Olmo2, OlmoHybrid, GPT2, GPTNeoX),
+        *(
+            Llama,
+            Qwen2,
+            Qwen3,
+            Qwen35Text,
+            Mistral,
+            SmolLM3,
+            Granite,
+            Olmo2,
+            OlmoHybrid,
+            GPT2,
+            GPTNeoX,
+        ),
     )
 }
+
+
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text"}
+"""Models of text and images, and the families of their language models."""
+
+
+def text_part(fields: Mapping[str, JSON], path: Path) -> dict[str, JSON]:
+    """The fields of the language model in a `config.json`: all, or `text_config` of a model of text
+    and images.
+
+    Raises:
+      UserError: `text_config` is missing or of another family.
+    """
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return {**fields}
+    text = fields.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != TEXT_PARTS[kind]:
+        raise UserError(
+            f"{path}: text_config must be an object with model_type={TEXT_PARTS[kind]!r}; fetch "
+            "the file again"
+        )
+    outer = ("tie_word_embeddings", "dtype", "torch_dtype")
+    return {**text, **{name: fields[name] for name in outer if name in fields}}
 
 
 def family_of(fields: Mapping[str, JSON], path: Path) -> Family:

@@ -1,6 +1,7 @@
 """Find the family of transformers that has an architecture."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pydantic
@@ -35,7 +36,7 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
       UserError: no supported model has this architecture; the message names a field.
     """
     problems: dict[str, list[str]] = {}
-    is_invalid = set()
+    distances: dict[str, float] = {}
     facts, wanted = _facts(config), resolved(config)
     for name, kind in FAMILIES.items():
         if only not in (name, None):
@@ -49,11 +50,11 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
                 first = error.errors()[0]
                 description = describe_problem(first)
                 problem = f"its field {description}" if first["loc"] else description
-            problems[name] = [problem]
-            is_invalid.add(name)
+            problems[name], distances[name] = [problem], math.inf
             continue
         every = sorted(candidate.keys() | wanted.keys())
         differing = [key for key in every if candidate.get(key) != wanted.get(key)]
+        distances[name] = len(differing)
         if "attention" in differing:  # options of other mechanisms
             differing = [x for x in differing if not x.startswith(("attention.", "attention["))]
         if not differing:
@@ -61,7 +62,7 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
         problems[name] = [
             f"model.{key} is {wanted.get(key)!r}, not {candidate.get(key)!r}" for key in differing
         ]
-    name = min(problems, key=lambda name: (name in is_invalid, len(problems[name])))
+    name = min(problems, key=lambda name: distances[name])
     raise UserError(
         f"model: no supported model of transformers has its architecture; in the closest one, "
         f"{name}: {'; '.join(problems[name])}; change these fields, or save the model with "
@@ -92,8 +93,8 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     for linear in (x for x in layers if isinstance(x, GatedDeltaNetAttention)):
         facts |= {
             "layer_types": [LAYER_TYPES.get(x, x) for x in config.layer_pattern] * number,
-            "linear_num_key_heads": config.num_heads,
-            "linear_num_value_heads": config.num_heads,
+            "linear_num_key_heads": linear.num_key_heads,
+            "linear_num_value_heads": linear.num_heads,
             "linear_key_head_dim": linear.key_depth,
             "linear_value_head_dim": linear.value_depth,
             "linear_conv_kernel_dim": linear.config.convolution_size,
@@ -148,6 +149,8 @@ def _resolved_layer(entry: Layers, layer: Attention) -> tuple[str, dict[str, Any
             "key_depth": layer.key_depth,
             "value_depth": layer.value_depth,
             "norm_epsilon": options["norm_epsilon"] or EPSILONS["rms"],
+            "num_key_heads": layer.num_key_heads,
+            "num_value_heads": layer.num_heads,
         }
     if not isinstance(layer, RotaryAttention):
         return name, options

@@ -22,9 +22,19 @@ from heinsen_jax.data.tokenizer_files import (
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError, explain, extra_module
-from heinsen_jax.interop.tensors import DIVIDED, NAMES, OTHER_NAMES, Names, entries, tensors_of
+from heinsen_jax.interop.tensors import (
+    DIVIDED,
+    IGNORED,
+    NAMES,
+    OTHER_NAMES,
+    TEXT_PREFIXES,
+    Names,
+    entries,
+    shapes_of,
+    tensors_of,
+)
 from heinsen_jax.interop.transformers.checkpoint import Checkpoint, StoredDtype, check_format
-from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
+from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of, text_part
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
@@ -75,8 +85,7 @@ def from_pretrained(
     if not folder.is_dir():
         folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
     path = folder / TRANSFORMERS_CONFIG
-    fields = read_json(path)
-    family = family_of(fields, path)
+    family = family_of(text_part(read_json(path), path), path)
     try:
         config = family.to_model()
         config.abstract_layers()  # refuses sizes that do not fit
@@ -89,7 +98,13 @@ def from_pretrained(
             f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
         )
     names = NAMES[family.model_type]
-    checkpoint = Checkpoint(folder, names, allow_nonfinite=allow_nonfinite)
+    checkpoint = Checkpoint(
+        folder,
+        names,
+        text_prefix=TEXT_PREFIXES.get(family.model_type, ""),
+        ignored=IGNORED.get(family.model_type, ()),
+        allow_nonfinite=allow_nonfinite,
+    )
     checkpoint.check_sizes(config)
     if config.tie_embeddings:
         checkpoint.check_tied()
@@ -113,7 +128,7 @@ def _loaded(
             if other != name
         }
     )
-    shapes = {k: v for x in parameters for k, v in x.shapes(leaves[x.path].shape)}
+    shapes = shapes_of(parameters, leaves)
     divided = DIVIDED.get(model_type, "")
     for layer in range(config.num_layers if divided else 0):
         names = [divided.format(layer).replace("*", x) for x in "qkv"]
@@ -210,7 +225,7 @@ def to_pretrained(
     output = local_path(folder, "folder")
     check_new_folder(output)
     path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
-    others = {} if path is None else read_json(path)
+    others = {} if path is None else text_part(read_json(path), path)
     only = None if path is None else family_of(others, path).model_type
     family = family_for(model.config, only)
     stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"

@@ -47,6 +47,9 @@ class Rope(Fields):
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
     original_max_position_embeddings: Size | None = None
+    # Axes of images, which have the same positions in text.
+    mrope_section: list[int] | None = pydantic.Field(default=None, exclude=True)
+    mrope_interleaved: bool = pydantic.Field(default=False, exclude=True)
 
     @pydantic.model_validator(mode="after")
     def _has_the_fields_of_its_type(self) -> "Rope":

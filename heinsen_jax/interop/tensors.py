@@ -134,6 +134,11 @@ def _taps(part: int) -> Layout:
     )
 
 
+def _half(part: int) -> Layout:
+    """One of two linear layers of equal width, of one layer of both."""
+    return Layout(lambda x, heads: np.split(x[0], 2)[part].T, lambda x, heads: [x.T], part)
+
+
 def _by_head(x: np.ndarray, heads: Heads, part: int) -> np.ndarray:
     """The queries (0) or the output gates (1), which are adjacent for each head."""
     parts = x.reshape(heads.num_heads, 2, -1, *x.shape[1:])[:, part]
@@ -146,6 +151,10 @@ def _join_by_head(parts: Tensors, heads: Heads) -> np.ndarray:
     return np.concatenate(apart, 1).reshape(-1, *shape[1:])
 
 
+FUSED = Layout(
+    lambda x, heads: heads.join(*np.split(x[0], np.cumsum(heads.widths[:2]))).T,
+    lambda x, heads: [np.concatenate(heads.split(x.T))],
+)
 GATED = Layout(
     lambda x, heads: heads.join(_by_head(x[0], heads, 0), *x[1:]).T,
     lambda x, heads: heads.split(x.T),
@@ -195,6 +204,11 @@ GPT_NEOX: Names = {
     "blocks.mlp.up": ("gpt_neox.layers.{}.mlp.dense_h_to_4h", DENSE),
     "blocks.mlp.down": ("gpt_neox.layers.{}.mlp.dense_4h_to_h", DENSE),
 }
+PHI3: Names = LLAMA | {
+    "blocks.attention.project": ("model.layers.{}.self_attn.qkv_proj", FUSED),
+    "blocks.mlp.gate": ("model.layers.{}.mlp.gate_up_proj", _half(0)),
+    "blocks.mlp.up": ("model.layers.{}.mlp.gate_up_proj", _half(1)),
+}
 OLMO2: Names = LLAMA | {
     "blocks.norm": ("model.layers.{}.post_attention_layernorm", SAME),
     "blocks.mlp_norm": ("model.layers.{}.post_feedforward_layernorm", SAME),
@@ -239,6 +253,7 @@ NAMES: dict[str, Names] = {
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
     "qwen3_5_text": QWEN3_5,
+    "phi3": PHI3,
     "olmo2": OLMO2,
     "olmo_hybrid": OLMO_HYBRID,
 }

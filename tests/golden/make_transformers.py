@@ -106,6 +106,18 @@ CASES = {
             "mrope_section": [1, 1, 0],
         },
     ),
+    "phi3": transformers.Phi3Config(
+        **LLAMA,
+        sliding_window=5,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
     "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
     "olmo_hybrid": transformers.OlmoHybridConfig(
         **LLAMA | {"num_hidden_layers": 4},

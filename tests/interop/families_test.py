@@ -66,6 +66,13 @@ def test_layers_without_positions():
     ]
 
 
+def test_positions_of_a_part_of_each_head():
+    phi = {"hidden_size": 32, "rope_theta": 250000.0, "partial_rotary_factor": 0.5}
+    names = "rotary_base", "rotary_fraction"
+    assert options("phi3", *names, **SIZES | phi) == [250000.0, 0.5]
+    assert options("phi3", "window_size", **SIZES | phi, sliding_window=7) == [7]
+
+
 def test_multipliers():
     multipliers = {"embedding_multiplier": 12, "residual_multiplier": 0.25, "logits_scaling": 8.0}
     config = model("granite", **SIZES, **multipliers, attention_multiplier=0.015625)
@@ -87,7 +94,8 @@ def test_hybrids():
         hybrid = model("olmo_hybrid", **SIZES | {"num_hidden_layers": 4} | none)
         assert hybrid.mechanisms()[-1].positions == "none"
     assert model("olmo_hybrid", **SIZES).layer_pattern == ("gated_deltanet", "gqa")
-    qwen = model("qwen3_5_text", **SIZES | {"num_hidden_layers": 8})
+    sizes = SIZES | {"num_hidden_layers": 8}
+    qwen = model("qwen3_5_text", **sizes)
     linear, *_, softmax = qwen.mechanisms()
     assert (linear.num_key_heads, linear.num_value_heads, linear.key_depth) == (16, 32, 128)
     assert (softmax.output_gate, softmax.rotary_fraction, softmax.key_depth) == (
@@ -97,6 +105,10 @@ def test_hybrids():
     )
     assert (softmax.query_key_norm, softmax.zero_centered_norm) == (True, True)
     assert qwen.norm_kind == "zero_centered_rms"
+    others = {"attn_output_gate": True, "mlp_only_layers": [], "mtp_num_hidden_layers": 1}
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 1e7}
+    *_, softmax = model("qwen3_5_text", **sizes, **others, rope_parameters=rope).mechanisms()
+    assert (softmax.rotary_fraction, softmax.rotary_base) == (0.25, 1e7)
     qwen = model("qwen3_5_text", **SIZES, full_attention_interval=2)
     assert qwen.layer_pattern == ("gated_deltanet", "gqa")
 
@@ -108,6 +120,9 @@ def test_hybrids():
         ("olmo_hybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads=8 differs from"),
         ("olmo_hybrid", {"layer_types": ["mamba"] * 2}, r"layer_types\.0='mamba' is unsupported"),
         ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers has 3 layers, but num_hidden"),
+        ("phi3", {"attention_bias": True}, "attention_bias=True is unsupported"),
+        ("qwen3_5_text", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is unsupported"),
+        ("qwen3_5_text", {"num_experts": 4}, "num_experts=4 is unknown, and may change results"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 is unsupported"),
         ("olmo2", {"head_dim": 8}, "head_dim=8 must be hidden_size / num_attention_heads"),
         ("olmo2", {"rope_parameters": {"rope_theta": None}}, "rope_theta=None is unsupported"),

@@ -31,6 +31,7 @@ IRRELEVANT = {
     # names, versions and the representation of weights
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
+    *("auto_map", "mamba_ssm_dtype"),
     *("is_llama_config", "transformers.js_config", "torchscript", "tf_legacy_loss"),
     # tokens, and lengths that no parameter depends on
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
@@ -41,6 +42,7 @@ IRRELEVANT = {
     *("attention_probs_dropout_prob", "hidden_dropout_prob"),
     *("linear_a_log_min", "linear_a_log_max"),
     *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     # other heads and tasks than the readout
     *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
@@ -139,6 +141,8 @@ class LlamaLike(Family):
     qk_norm: ClassVar[bool] = False
     norm: ClassVar[Norm | None] = None
     rotates_whole_heads: ClassVar[bool] = True
+    has_head_dim: ClassVar[bool] = True
+    """Whether the head dimension is free, not hidden_size / num_attention_heads."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -156,6 +160,20 @@ class LlamaLike(Family):
         if self.rotates_whole_heads and self.rope.partial_rotary_factor != 1:
             raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_the_depth_of_its_family(self) -> "LlamaLike":
+        depth = self.hidden_size / self.num_attention_heads
+        if not self.has_head_dim and self.head_dim not in (None, depth):
+            raise ValueError(
+                f"head_dim={self.head_dim} must be hidden_size / num_attention_heads in "
+                f"{self.model_type}"
+            )
+        return self
+
+    def to_json(self) -> dict[str, JSON]:
+        fields = super().to_json()
+        return {k: v for k, v in fields.items() if k != "head_dim" or self.has_head_dim}
 
     @property
     def window(self) -> int | None:
@@ -296,26 +314,37 @@ class Granite(LlamaLike):
         return Layers("gqa", options=options | {"scale": self.attention_multiplier})
 
 
+class Phi3(LlamaLike):
+    """Phi 3 and 4, without longer positions."""
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    rope_names: ClassVar = {name: name for name in ("rope_theta", "partial_rotary_factor")}
+    rotates_whole_heads = False
+    has_head_dim = False
+
+    num_key_value_heads: Size | None = None
+    rms_norm_eps: PositiveFloat = 1e-5
+    sliding_window: Size | None = None
+    original_max_position_embeddings: Size | None = pydantic.Field(None, exclude=True)
+    attention_bias: Literal[False] = pydantic.Field(False, exclude=True)
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
 class Olmo2(LlamaLike):
     """OLMo 2."""
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
 
+    has_head_dim = False
+
     num_key_value_heads: Size | None = None
-    head_dim: Size | None = pydantic.Field(None, exclude=True)
     rms_norm_eps: PositiveFloat = 1e-5
     attention_bias: bool = False
-
-    @pydantic.model_validator(mode="after")
-    def _has_the_depth_of_its_family(self) -> "Olmo2":
-        depth = self.hidden_size / self.num_attention_heads
-        if self.head_dim not in (None, depth):
-            raise ValueError(
-                f"head_dim={self.head_dim} must be hidden_size / num_attention_heads in "
-                f"{self.model_type}"
-            )
-        return self
 
     def attention(self, options: dict[str, FieldValue]) -> Pattern:
         return Layers("gqa", options=options | {"query_key_norm": "joint"}, norm_after=True)
@@ -336,6 +365,7 @@ class OlmoHybrid(Olmo2):
     linear_value_head_dim: Size | None = None
     linear_conv_kernel_dim: Size = 4
     linear_allow_neg_eigval: bool = True
+    linear_use_gate: Literal[True] = pydantic.Field(True, exclude=True)
 
     @pydantic.model_validator(mode="after")
     def _has_equally_many_heads_and_layers(self) -> "OlmoHybrid":
@@ -392,6 +422,9 @@ class Qwen35Text(LlamaLike):
     attention_bias: bool = False
     layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
     full_attention_interval: Size | None = pydantic.Field(None, exclude=True)
+    attn_output_gate: Literal[True] = pydantic.Field(True, exclude=True)
+    output_gate_type: Literal["swish"] = pydantic.Field("swish", exclude=True)
+    mlp_only_layers: list[int] = pydantic.Field([], exclude=True, max_length=0)
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
     linear_key_head_dim: Size = 128
@@ -489,19 +522,8 @@ class GPTNeoX(Family):
 FAMILIES: dict[str, type[Family]] = {
     family.model_type: family
     for family in (
-        *(
-            Llama,
-            Qwen2,
-            Qwen3,
-            Qwen35Text,
-            Mistral,
-            SmolLM3,
-            Granite,
-            Olmo2,
-            OlmoHybrid,
-            GPT2,
-            GPTNeoX,
-        ),
+        *(Llama, Qwen2, Qwen3, Qwen35Text, Mistral, SmolLM3, Granite, Phi3, Olmo2, OlmoHybrid),
+        *(GPT2, GPTNeoX),
     )
 }
 

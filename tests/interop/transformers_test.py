@@ -170,6 +170,20 @@ def test_a_model_is_written_exactly(name, tmp_path):
         assert settings.items() >= original.items()
 
 
+def test_tensors_keep_their_own_dtypes(tmp_path):
+    """Published checkpoints have rates of decay in float32."""
+    folder = changed("qwen3_5", tmp_path / "a")
+    arrays = tensors(folder)
+    for name in arrays:
+        if name.endswith("A_log"):
+            arrays[name] = np.float32(arrays[name]) * np.float32(1.001)
+    save_file(arrays, folder / "model.safetensors")
+    model, _ = from_pretrained(folder)
+    assert_same(tensors(to_pretrained(model, tmp_path / "b", like=folder)), arrays)
+    written = tensors(to_pretrained(model, tmp_path / "c", like=folder, dtype="bfloat16"))
+    assert {str(x.dtype) for x in written.values()} == {"bfloat16"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_reads_what_is_written(name, tmp_path):
     """It has computed the logits of the originals with these tensors and this configuration."""

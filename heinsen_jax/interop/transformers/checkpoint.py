@@ -23,7 +23,7 @@ from heinsen_jax.runs.weights import (
 )
 
 FETCH_AGAIN = "fetch it again"
-DTYPES = "F32", "F16", "BF16"
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 StoredDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 """Constants that earlier versions saved with the weights."""
@@ -36,6 +36,7 @@ class Tensor:
     path: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
 
 class Checkpoint:
@@ -180,7 +181,7 @@ class Checkpoint:
                     f"{path}: tensor {name} has dtype {dtype}, which is unsupported; choose a "
                     f"checkpoint in one of {', '.join(DTYPES)}"
                 )
-            tensors.append(Tensor(path, name, tuple(part.get_shape())))
+            tensors.append(Tensor(path, name, tuple(part.get_shape()), dtype))
         return tensors
 
     def check(

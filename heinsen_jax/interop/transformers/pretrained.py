@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -33,13 +34,18 @@ from heinsen_jax.interop.tensors import (
     shapes_of,
     tensors_of,
 )
-from heinsen_jax.interop.transformers.checkpoint import Checkpoint, StoredDtype, check_format
+from heinsen_jax.interop.transformers.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    StoredDtype,
+    check_format,
+)
 from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of, text_part
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.record import CONFIG_FILE
-from heinsen_jax.runs.weights import SHARD_BYTES, save_weights
+from heinsen_jax.runs.weights import SHARD_BYTES, has_weights, save_weights
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import check_new_folder, filling
 from heinsen_jax.typing import JSON
@@ -97,18 +103,21 @@ def from_pretrained(
             f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
             f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
         )
-    names = NAMES[family.model_type]
-    checkpoint = Checkpoint(
-        folder,
-        names,
-        text_prefix=TEXT_PREFIXES.get(family.model_type, ""),
-        ignored=IGNORED.get(family.model_type, ()),
-        allow_nonfinite=allow_nonfinite,
-    )
+    checkpoint = _opened(folder, family.model_type, allow_nonfinite)
     checkpoint.check_sizes(config)
     if config.tie_embeddings:
         checkpoint.check_tied()
     return _loaded(checkpoint, family.model_type, config, on_host), tokenizer
+
+
+def _opened(folder: Path, model_type: str, allow_nonfinite: bool) -> Checkpoint:
+    return Checkpoint(
+        folder,
+        NAMES[model_type],
+        text_prefix=TEXT_PREFIXES.get(model_type, ""),
+        ignored=IGNORED.get(model_type, ()),
+        allow_nonfinite=allow_nonfinite,
+    )
 
 
 def _loaded(
@@ -215,7 +224,7 @@ def to_pretrained(
         change results, such as ids of special tokens, are copied from its `config.json`, and all
         fields from its `generation_config.json`, except for the ids that end generation, which are
         the tokenizer's.
-      dtype: dtype of the tensors; when None, the dtype of `like`, or float32 without it.
+      dtype: dtype of the tensors; when None, the dtypes in `like`, or float32 without it.
       shard_bytes: maximum size of a file.
 
     Raises:
@@ -232,7 +241,11 @@ def to_pretrained(
     if stored not in (known := get_args(StoredDtype)):
         source = "" if dtype else f"{path}: "
         raise UserError(f"{source}dtype={stored!r} is unsupported; give one of {', '.join(known)}")
-    arrays = _tensors(model, NAMES[family.model_type], str(stored))
+    dtypes: dict[str, str] = {}
+    if like is not None and dtype is None and has_weights(Path(like)):
+        original = _opened(Path(like), family.model_type, True)
+        dtypes = {name: DTYPES[x.dtype] for name, x in original.tensors.items()}
+    arrays = _tensors(model, NAMES[family.model_type], str(stored), dtypes)
     fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
     fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
     if like is None:  # null, since transformers has defaults for absent ids
@@ -269,15 +282,17 @@ def _ends(tokenizer: Tokenizer) -> int | list[JSON]:
     return [first, *others] if others else first
 
 
-def _tensors(model: LanguageModel, names: Names, dtype: str) -> dict[str, np.ndarray]:
-    """All tensors in transformers, by name."""
+def _tensors(
+    model: LanguageModel, names: Names, dtype: str, dtypes: Mapping[str, str]
+) -> dict[str, np.ndarray]:
+    """All tensors in transformers, by name; of a dtype, if `dtypes` does not have theirs."""
     leaves = flatten_with_names(nnx.state(model, nnx.Param))
 
     def stored(name: str, value: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
-            tensor = value.astype(dtype)
+            tensor = value.astype(kind := dtypes.get(name, dtype))
         if np.any(np.isinf(tensor.astype(np.float32)) & np.isfinite(value)):
-            raise UserError(f"dtype={dtype}: {name} exceeds its range; choose float32")
+            raise UserError(f"dtype={kind}: {name} exceeds its range; choose float32")
         return tensor
 
     return tensors_of(entries(names, model.config, leaves), leaves, stored)

@@ -33,9 +33,9 @@ def recur(
     Args:
       call: arguments of the call.
       op: function of the arrays, `is_causal`, `segment_ids`, `initial_state` and `return_state`.
-      arrays: `[*B, T, heads, ...]`; the axis of heads may be any axis of independent elements. An
-        array of a single head is shared by the heads of others, as is each head of fewer ones. The
-        result has as many heads as the array with most.
+      arrays: `[*B, T, heads, ...]`; the axis of heads may be any axis of independent elements.
+        Arrays may have fewer heads, each shared by consecutive heads of the others; an array of a
+        single head is replicated. The result has as many heads as the array with most.
       empty: the state before the first token.
       summary: computes the state of the arrays' tokens; `summary_of(op)` by default.
       state_axes: logical axes of states after the batch axes.
@@ -98,5 +98,5 @@ def _check_heads(devices: int, heads: int) -> None:
     if heads % devices:
         raise ValueError(
             f"the {devices} devices that split heads do not divide {heads} heads; choose another "
-            "mesh, or another num_heads or num_kv_heads"
+            "mesh, or another num_heads, num_kv_heads or num_key_heads"
         )

@@ -27,8 +27,8 @@ class HeadsConfig(AttentionConfig):
     gated: bool = False
     """Whether a gated linear unit precedes the output projection, as in Heinsen's block."""
     query_key_norm: bool | Literal["joint"] = False
-    """Whether queries and keys are RMS-normalized, with a scale per feature: those of each head by
-    themselves, or, if joint, those of all heads together, as in OLMo 2."""
+    """RMS norm of queries and keys, with a scale per feature: per head if true, over all heads
+    together if joint, as in OLMo 2."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of the normalization of queries and keys; 1e-6 by default."""
     zero_centered_norm: bool = False
@@ -116,9 +116,9 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         query, key, value = self.heads(x, call.source)
         with jax.named_scope("mechanism"):
             y, state = self.attend(query, key, value, call)
-        return self.out_proj(self.gated(x, y)), state
+        return self.out_proj(self.apply_output_gate(x, y)), state
 
-    def gated(self, x: Features, y: Mixed) -> Mixed:
+    def apply_output_gate(self, x: Features, y: Mixed) -> Mixed:
         """The outputs of heads `[..., T, N, V]`, multiplied by a gate of the layer's input, if the
         mechanism has one."""
         del x

@@ -53,7 +53,11 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         super().setup(**options)
         norm_options = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
         self.norm = nnx.LayerNorm(
-            self.value_depth, epsilon=1e-6, use_bias=False, use_scale=False, **norm_options
+            self.value_depth,
+            epsilon=self.config.norm_epsilon or 1e-6,
+            use_bias=False,
+            use_scale=False,
+            **norm_options,
         )
         values = self.num_heads * self.value_depth
         self.norm_scale = parameter(nnx.initializers.ones, values, kind="vector", **options)

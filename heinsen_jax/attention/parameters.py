@@ -141,7 +141,7 @@ def rms_norm(
 
 
 class ZeroCenteredRMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * (1 + w), with w initially 0, in the dtype of w.
+    """x / sqrt(mean(x^2) + epsilon) * (1 + w), with w initially 0, in at least the dtype of w.
 
     References:
       Gemma Team, 2024, Gemma, arXiv:2403.08295; Qwen Team, 2025, Qwen3-Next.

@@ -101,8 +101,8 @@ class PositionsConfig(RotaryOptions, MaskedConfig):
     scale: pydantic.PositiveFloat | None = None
     """Factor of the dot products; 1 / sqrt(key_depth) when None."""
     output_gate: Literal["head", "feature"] | None = None
-    """Gate sigmoid(x Wg) of the outputs before the output projection, by head or by feature, as in
-    Qwen3-Next; none when None."""
+    """Factor sigmoid(x Wg + b) of the outputs before the output projection, by head or by feature
+    (Qiu et al., 2025, Gated Attention, arXiv:2505.06708); none when None."""
 
 
 @config_dataclass
@@ -147,7 +147,7 @@ class RotaryAttention(MaskedAttention[RotaryT]):
             query = query * (self.config.scale * math.sqrt(self.key_depth))
         return query, key, value
 
-    def gated(self, x: Features, y: Mixed) -> Mixed:
+    def apply_output_gate(self, x: Features, y: Mixed) -> Mixed:
         if self.config.output_gate is None:
             return y
         gate = jax.nn.sigmoid(self.output_gate(x)).astype(y.dtype)

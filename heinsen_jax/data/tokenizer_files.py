@@ -29,6 +29,7 @@ CLASSES = {
     "gpt_neox": "GPTNeoXTokenizer",
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
 }
 """Tokenizer classes by model type, whose `add_prefix_space` precedes `tokenizer.json`."""
 LISTS = "additional_special_tokens", "extra_special_tokens"

@@ -123,19 +123,19 @@ THIRDS = Layout(
 
 
 def _rows(part: int) -> Layout:
-    """A linear layer of queries, keys or values, of one layer of all."""
+    """Rows of queries, keys or values in a fused projection."""
     return Layout(lambda x, heads: x[0][heads.rows(part)].T, lambda x, heads: [x.T], part)
 
 
 def _taps(part: int) -> Layout:
-    """A convolution of queries, keys or values, of one convolution of all."""
+    """Filters of queries, keys or values in a fused convolution."""
     return Layout(
         lambda x, heads: x[0][heads.rows(part), 0].T, lambda x, heads: [x.T[:, None]], part
     )
 
 
 def _half(part: int) -> Layout:
-    """One of two linear layers of equal width, of one layer of both."""
+    """Rows of one of two fused projections of equal width."""
     return Layout(lambda x, heads: np.split(x[0], 2)[part].T, lambda x, heads: [x.T], part)
 
 
@@ -166,7 +166,7 @@ OUTPUT_GATE = Layout(
 
 # Module of this package -> (module in transformers, layout). A name with {} exists once per layer;
 # one with * is q, k and v. Names of layers of one mechanism begin with it instead of "blocks". A
-# name that includes the parameter's is the name of a tensor.
+# key that ends with the name of a parameter has the name of a tensor.
 LLAMA: Names = {
     "embed": ("model.embed_tokens", SAME),
     "unembed": ("lm_head", SAME),
@@ -265,7 +265,7 @@ IGNORED: dict[str, tuple[str, ...]] = {"qwen3_5_text": ("model.visual.", "mtp.")
 OTHER_NAMES: dict[str, Names] = {
     "olmo_hybrid": {"blocks.norm": ("model.layers.{}.feedforward_layer_norm", SAME)}
 }
-"""Names that transformers writes in place of published ones, likewise."""
+"""Names by `model_type` that transformers writes instead of the published ones."""
 DIVIDED: dict[str, str] = {"olmo_hybrid": f"{DELTA}.*_conv1d.weight"}
 """Tensors q, k and v among which transformers divides their rows equally, whatever their widths."""
 
@@ -312,9 +312,10 @@ def entries(names: Names, config: LanguageModelConfig, paths: Iterable[str]) -> 
             kinds = [config.layer_pattern[index] + ".", "blocks."]
         module, _, leaf = whole.rpartition(".")
         suffixes = {whole: "", module: ".bias" if leaf == "bias" else ".weight"}
-        key, suffix = next(
-            (kind + x, suffixes[x]) for kind in kinds for x in suffixes if kind + x in names
-        )
+        pairs = [(kind + x, suffix) for kind in kinds for x, suffix in suffixes.items()]
+        if not (known := [pair for pair in pairs if pair[0] in names]):
+            raise KeyError(f"{path} has no name in the other library")
+        key, suffix = known[0]
         name = names[key][0] + suffix
         parts = [name.replace("*", x) for x in "qkv"] if "*" in name else [name]
         is_stacked = "{}" in name

@@ -27,14 +27,15 @@ _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
-COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "scale"}
+COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "scale", "output_gate"}
 """Options that new layers inherit from the layers that they replace."""
 
 
 def linear_layers(
     teacher: LanguageModelConfig, attention: str, keep: Sequence[str] = ()
 ) -> LanguageModelConfig:
-    """The teacher's architecture with another mechanism in all layers but those to keep.
+    """The teacher's architecture with another mechanism in all layers of attention with keys and
+    values of single tokens, but those to keep. Layers whose state is a matrix stay as they are.
 
     Options that both mechanisms have, such as the number of key/value heads, are the teacher's,
     unless they are given. The values of `log` are linear, unless given. `qk_norm` becomes an option
@@ -56,6 +57,10 @@ def linear_layers(
     chosen, *others = single_layers(parse_pattern([attention]))
     if others:
         raise UserError(f"attention={attention!r}: repeats are not allowed; choose layers by keep")
+    if chosen.norm_after:
+        raise UserError(
+            f"attention={attention!r}: norms stay where the teacher has them; leave out norm_after"
+        )
     teacher = _norms_as_options(teacher)
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     old, modules = teacher.layers, teacher.abstract_layers()
@@ -63,7 +68,7 @@ def linear_layers(
     for layer in range(teacher.num_layers):
         index = layer % len(old)
         new = old[index]
-        if layer not in kept:
+        if layer not in kept and not isinstance(modules[index], MatrixStateAttention):
             replaced = _replaced(teacher, modules[index], chosen)
             new = replace(replaced, norm_after=new.norm_after)
         pairs.append((new, old[index]))
@@ -119,6 +124,11 @@ def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> L
     try:
         new = _layer(teacher, Layers(chosen.mechanism, options=options))
         ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
+        if "scale" not in ours and getattr(old.config, "scale", None) is not None:
+            raise ValueError(
+                f"the teacher's layers have scale={_option(old, 'scale')}, but {chosen.mechanism} "
+                "has no such option; choose another mechanism"
+            )
         for name in sorted(ours & theirs & COPIED - options.keys()):
             if (value := _option(old, name)) != _option(new, name):
                 options[name] = value
@@ -278,8 +288,13 @@ def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.nd
         return name, None
     if isinstance(ours, HeadedAttention) and ours.sizes != theirs.sizes:
         return "", None  # equal shapes would belong to other heads
+    if not isinstance(ours, MatrixStateAttention):
+        return name, None
+    sizes = ours.num_heads, ours.num_key_heads, ours.key_depth, ours.value_depth
+    if sizes != (theirs.num_heads, theirs.num_heads, *theirs.sizes[2:]):
+        return "", None
     part = _PART.fullmatch(name)
-    if part is None or not isinstance(ours, MatrixStateAttention):
+    if part is None:
         return name, None
     if part[1] not in ours.softmax_projections:
         return "", None

@@ -226,11 +226,11 @@ def gated_delta_rule(
     )
     *batch, length, _, key_depth = key.shape
     heads, value_depth = value.shape[-2:]
-    of_heads, of_keys = value.shape[:-1], (*value.shape[:-1], key_depth)
-    check_array("log_decay", log_decay, (of_heads, of_keys), jnp.floating)
+    by_head, by_feature_of_key = value.shape[:-1], (*value.shape[:-1], key_depth)
+    check_array("log_decay", log_decay, (by_head, by_feature_of_key), jnp.floating)
     check_decay("log_decay", log_decay)
-    check_array("erase", erase, (of_heads, of_keys), jnp.floating)
-    check_array("write", write, (of_heads, value.shape), jnp.floating)
+    check_array("erase", erase, (by_head, by_feature_of_key), jnp.floating)
+    check_array("write", write, (by_head, value.shape), jnp.floating)
     state_shape = (*batch, heads, key_depth, value_depth)
     check_array("initial_state", initial_state, (state_shape,), jnp.floating)
 
@@ -276,8 +276,8 @@ def gated_delta_rule(
 
 
 def _check_heads(query: Array, key: Array, value: Array) -> None:
-    """Raise ValueError unless the shapes are those of the same tokens, and the heads of queries and
-    keys divide the heads of values."""
+    """Raise ValueError unless all have the same tokens, and the heads of queries and keys divide
+    the heads of values."""
     check_paired_heads("gated_delta_rule", query, key, key)
     shapes = f"key {key.shape}, value {value.shape}"
     if value.ndim != key.ndim or value.shape[:-2] != key.shape[:-2]:

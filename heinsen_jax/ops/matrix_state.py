@@ -96,17 +96,11 @@ def recur(
     size, blocks = _in_blocks(tokens)
     value_heads = tokens.value.shape[2]
 
-    def shared(x: Array) -> Array:
-        """Queries or keys of a block, for each value head."""
-        if value_heads == groups:
-            return x
-        repeats = value_heads // groups
-        x = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], repeats, *x.shape[2:]))
-        return lax.collapse(x, 1, 3)
-
     def block(state: Array, tokens: MatrixOperands) -> tuple[Array, Array]:
         chunks = jax.tree.map(partial(chunk, size=size), tokens)
-        chunks = chunks._replace(query=shared(chunks.query), key=shared(chunks.key))
+        if value_heads != groups:  # only for the tokens of a block
+            shared = partial(jnp.repeat, repeats=value_heads // groups, axis=1)
+            chunks = chunks._replace(query=shared(chunks.query), key=shared(chunks.key))
         state, y = _block(state, chunks, heads=heads, attends_to_itself=attends_to_itself)
         return state, unchunk(y, value_heads, heads)
 

@@ -105,6 +105,13 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
     if model.num_heads % tensor:
         raise UserError(f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}")
+    for layer, config in zip(model.layers, model.mechanisms(), strict=True):
+        for name in ("num_key_heads", "num_value_heads"):
+            number = getattr(config, name, None) or 1
+            if number > 1 and number % tensor:
+                raise UserError(
+                    f"mesh.tensor={tensor} does not divide {name}={number} of {layer.mechanism}"
+                )
     if data.sequence_length % context:
         raise UserError(
             f"mesh.context={context} does not divide data.sequence_length={data.sequence_length}"

@@ -10,7 +10,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.ops import LinearAttentionState, linear_attention
+from heinsen_jax.attention.matrix_state import delta_rule
+from heinsen_jax.ops import LinearAttentionState, MatrixState, linear_attention
+from heinsen_jax.ops.gated_delta_rule import matrix_summary
 
 ROWS, LENGTH, HEADS, DEPTH = 4, 6, 4, 3
 SIZES = {"data": 2, "tensor": 2, "context": 3}
@@ -50,6 +52,26 @@ def test_each_device_has_its_own_rows_tokens_heads_and_segments():
     assert set(calls) == {((2, 2, 2, DEPTH), None)}
     assert y.shape == TOKENS.shape
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, EMPTY)
+
+
+@pytest.mark.parametrize(("key_heads", "on_device"), [(1, 1), (2, 1), (4, 2)])
+def test_heads_of_values_share_queries_and_keys_on_each_device(key_heads, on_device):
+    keys = jax.ShapeDtypeStruct((ROWS, LENGTH, key_heads, DEPTH), jnp.float32)
+    empty = MatrixState.empty((ROWS,), HEADS, DEPTH, DEPTH)
+    calls = []
+
+    def op(query, key, value, *, is_causal, **options):
+        del is_causal
+        calls.append((query.shape[-2], key.shape[-2], value.shape[-2]))
+        return delta_rule(query, key, value, **options)
+
+    def attend(key, value):
+        call = CallArguments(segment_ids=None, state=empty)
+        return devices.recur(call, op, key, key, value, empty=empty, summary=matrix_summary)
+
+    y, state = on_mesh({"data": 2, "tensor": 2}, attend, keys, TOKENS)
+    assert set(calls) == {(on_device, on_device, HEADS // 2)}
+    assert (y.shape, state.matrix.shape) == (TOKENS.shape, empty.matrix.shape)
 
 
 def test_heads_that_devices_do_not_divide_are_refused():

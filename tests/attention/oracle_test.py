@@ -113,6 +113,7 @@ VARIANTS |= {
     "taylor, five terms": ("taylor", {"key_depth": 2, "num_terms": 5}),
     "fox": ("fox", {"num_kv_heads": 2}),
     "gated_deltanet, shared keys": ("gated_deltanet", {"num_key_heads": 1}),
+    "gated_deltanet, groups": ("gated_deltanet", {"num_key_heads": 2, "num_value_heads": 4}),
     "fox, gated": ("fox", {"gated": True, "query_key_norm": True}),
     "additive, window": ("additive", {"window_size": 4}),
     "log_window": ("log_window", {"window_size": 4, "num_kv_heads": 2}),

@@ -76,6 +76,9 @@ def test_options_that_are_added_later_do_not_change_fingerprints():
     model = random_model(config)
     expected = "304f212f3723dce30eb3980527c0ddafe60608c2184ca6ca7a89f55d07f8885f"
     assert fingerprint(model) == expected
+    linear = random_model(dataclasses.replace(config, attention="gated_deltanet"))
+    expected_linear = "1813cdecb242b81e0758d12db55e5fbef9bb41cfe71d0a5f05ea3ae25145f397"
+    assert fingerprint(linear) == expected_linear
     other = random_model(dataclasses.replace(config, norm_epsilon=0.5))
     assert fingerprint(other) != expected
     other = dataclasses.replace(config, attention=Layers("softmax", norm_after=True))

@@ -92,7 +92,8 @@ CASES = {
         logits_scaling=0.7,
     ),
     "qwen3_5": transformers.Qwen3_5TextConfig(
-        **LLAMA | {"num_hidden_layers": 4},
+        **LLAMA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-2},
+        attention_bias=True,
         head_dim=8,
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_num_key_heads=2,
@@ -120,7 +121,7 @@ CASES = {
     ),
     "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
     "olmo_hybrid": transformers.OlmoHybridConfig(
-        **LLAMA | {"num_hidden_layers": 4},
+        **LLAMA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-2},
         layer_types=["linear_attention", "full_attention"] * 2,
         eos_token_id=None,
         pad_token_id=None,
@@ -128,6 +129,7 @@ CASES = {
     "olmo_hybrid_nope": transformers.OlmoHybridConfig(
         **LLAMA | {"num_hidden_layers": 3},
         layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_value_heads=8,
         linear_key_head_dim=5,
         linear_value_head_dim=4,
         linear_conv_kernel_dim=3,

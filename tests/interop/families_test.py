@@ -59,7 +59,8 @@ def test_layers_without_positions():
     default = model("smollm3", **SIZES | {"num_hidden_layers": 8})
     assert [x.positions for x in default.mechanisms()] == ["rotary"] * 3 + ["none"]
     assert default.mechanisms()[0].rotary_base == 2e6
-    config = model("smollm3", **SIZES, no_rope_layers=[0, 1], rope_theta=5e5)
+    assert model("smollm3", **SIZES, no_rope_layers=[0] * 3).mechanisms()[0].positions == "none"
+    config = model("smollm3", **SIZES, no_rope_layers=[0, 1, 0], rope_theta=5e5)
     assert [(x.positions, x.rotary_base) for x in config.mechanisms()] == [
         ("none", 10000.0),
         ("rotary", 5e5),
@@ -109,6 +110,7 @@ def test_hybrids():
     rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 1e7}
     *_, softmax = model("qwen3_5_text", **sizes, **others, rope_parameters=rope).mechanisms()
     assert (softmax.rotary_fraction, softmax.rotary_base) == (0.25, 1e7)
+    assert model("qwen3_5_text", **SIZES, full_attention_interval=1).layer_pattern == ("gqa",)
     qwen = model("qwen3_5_text", **SIZES, full_attention_interval=2)
     assert qwen.layer_pattern == ("gated_deltanet", "gqa")
 
@@ -117,9 +119,10 @@ def test_hybrids():
     ("kind", "fields", "message"),
     [
         ("olmo_hybrid", {"layer_types": ["linear_attention"]}, "layer_types has 1 layers, but"),
-        ("olmo_hybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads=8 differs from"),
+        ("olmo_hybrid", {"layer_types": ["full_attention"] * 2}, "layers of both kinds"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is uns"),
         ("olmo_hybrid", {"layer_types": ["mamba"] * 2}, r"layer_types\.0='mamba' is unsupported"),
-        ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers has 3 layers, but num_hidden"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 layers, but num_hidden"),
         ("phi3", {"attention_bias": True}, "attention_bias=True is unsupported"),
         ("qwen3_5_text", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is unsupported"),
         ("qwen3_5_text", {"num_experts": 4}, "num_experts=4 is unknown, and may change results"),

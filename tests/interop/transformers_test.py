@@ -113,6 +113,9 @@ def test_the_language_model_of_a_model_of_text_and_images_is_read(tmp_path):
     written = to_pretrained(from_pretrained(folder)[0], tmp_path / "b", like=folder)
     assert_same(tensors(written), tensors(FOLDER / "qwen3_5"))
     assert fields(written)["model_type"] == "qwen3_5_text"
+    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": {}}))
+    with pytest.raises(UserError, match=r"quantization_config=.* is unknown, and may change"):
+        from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
     with pytest.raises(UserError, match="text_config must be an object with model_type='qwen3_5_"):
         from_pretrained(folder)
@@ -213,6 +216,9 @@ def test_a_model_of_this_package_is_written(tmp_path):
     leaves = (flatten_with_names(nnx.state(x, nnx.Param)) for x in (again, model))
     assert_same(*leaves)
     assert fields(tmp_path / "a")["model_type"] == "llama"
+    without = replace(config, attention=Layers("gqa", options={"positions": "none"}))
+    to_pretrained(random_model(without), tmp_path / "b")
+    assert fields(tmp_path / "b")["no_rope_layers"] == [0]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,22 @@ def test_layers_that_do_not_exist_are_refused(attention, keep, said):
         linear_layers(TEACHER, attention, keep)
 
 
+def test_hybrid_teachers_keep_their_layers_of_constant_state():
+    linear = Layers("gated_deltanet", options={"num_key_heads": 2, "num_value_heads": 8})
+    gated = Layers("softmax", options={"output_gate": "head"})
+    teacher = replace(TEACHER, attention=(linear, gated))
+    kept, new = linear_layers(teacher, "gated_deltanet").layers
+    assert kept == linear
+    assert (new.mechanism, "num_key_heads" in new.options) == ("gated_deltanet", False)
+    (_, window) = linear_layers(teacher, "sliding_window").layers
+    assert window.options == {"output_gate": "head"}
+    scaled = replace(TEACHER, attention=Layers("softmax", options={"scale": 0.1}))
+    with pytest.raises(UserError, match=r"have scale=0\.1, but taylor has no such option"):
+        linear_layers(scaled, "taylor")
+    with pytest.raises(UserError, match="leave out norm_after"):
+        linear_layers(TEACHER, "taylor:norm_after=true")
+
+
 def test_norms_stay_where_they_are():
     pattern = Layers("softmax", norm_after=True), "softmax"
     teacher = LanguageModelConfig(block="llama", attention=pattern, num_layers=4)
@@ -175,6 +191,11 @@ def test_heads_of_other_sizes_have_nothing_in_common():
     assert shapes[0] == shapes[1]
     new = new_parameters(config((wide, equal)), config(equal))
     assert new == {f"blocks.0.attention.{name}.kernel.value" for name in ("output", "project")}
+    halves = {"num_value_heads": 8, "key_depth": 4, "value_depth": 4}
+    delta = config(Layers("gated_deltanet", options=halves))
+    names = flatten_with_names(nnx.state(LanguageModel.abstract(delta), nnx.Param)).keys()
+    shared = names - new_parameters(delta, config(equal))
+    assert not any("attention" in name for name in shared)
 
 
 @pytest.mark.parametrize("mechanism", ["gla", "deltanet", "gated_deltanet", "log_window"])

@@ -121,14 +121,16 @@ class Checkpoint:
         return merged
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give the tensors that have these names, if any, others."""
+        """Rename tensors whose old name exists and whose new name does not."""
         for old, new in names.items():
             if old in self.tensors and new not in self.tensors:
                 self.tensors[new] = self.tensors.pop(old)
 
     def divide(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Give tensors these shapes by another division of all their rows, if that is possible."""
+        """Divide the rows of tensors anew into these shapes, if their sum is the same."""
         if not all(name in self.tensors for name in names):
+            return
+        if all(self.tensors[name].shape == shapes[name] for name in names):
             return
         parts, start = [self.tensors[name] for name in names], 0
         if sum(x.shape[0] for x in parts) != sum(shapes[name][0] for name in names):

@@ -95,7 +95,7 @@ class Family(Fields):
     """Further names of fields for rotary positions outside of `rope_parameters` and
     `rope_scaling`."""
     null_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields for rotary positions that may be null: without positions if it is `rope_theta`."""
+    """Fields for which null is not their default: without `rope_theta`, no positions."""
 
     vocab_size: Size
     tie_word_embeddings: bool = False
@@ -278,7 +278,7 @@ class SmolLM3(QwenLike):
     @pydantic.model_validator(mode="after")
     def _has_equally_many_layers(self) -> "SmolLM3":
         count = len(self.no_rope_layers or [])
-        if self.no_rope_layers is not None and count != self.num_hidden_layers:
+        if self.no_rope_layers is not None and count < self.num_hidden_layers:
             raise ValueError(
                 f"no_rope_layers has {count} layers, but num_hidden_layers is "
                 f"{self.num_hidden_layers}; correct one of them"
@@ -293,11 +293,12 @@ class SmolLM3(QwenLike):
         )
         number, interval = self.num_hidden_layers, self.no_rope_layer_interval
         default = [int((i + 1) % interval != 0) for i in range(number)]
-        return tuple(shortest_period([layers[x] for x in self.no_rope_layers or default]))
+        rotary = (self.no_rope_layers or default)[:number]
+        return tuple(shortest_period([layers[x] for x in rotary]))
 
 
 class Granite(LlamaLike):
-    """Granite 3 and 4, dense."""
+    """Granite 3, dense."""
 
     model_type = "granite"
     architecture = "GraniteForCausalLM"
@@ -315,7 +316,7 @@ class Granite(LlamaLike):
 
 
 class Phi3(LlamaLike):
-    """Phi 3 and 4, without longer positions."""
+    """Phi 3 and 4, without LongRoPE."""
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
@@ -328,6 +329,12 @@ class Phi3(LlamaLike):
     sliding_window: Size | None = None
     original_max_position_embeddings: Size | None = pydantic.Field(None, exclude=True)
     attention_bias: Literal[False] = pydantic.Field(False, exclude=True)
+
+    @pydantic.model_validator(mode="after")
+    def _has_plain_positions(self) -> "Phi3":
+        if self.rope.rope_type != "default":
+            raise ValueError(f"rope_type={self.rope.rope_type!r} is unsupported in phi3")
+        return self
 
     @property
     def window(self) -> int | None:
@@ -368,18 +375,14 @@ class OlmoHybrid(Olmo2):
     linear_use_gate: Literal[True] = pydantic.Field(True, exclude=True)
 
     @pydantic.model_validator(mode="after")
-    def _has_equally_many_heads_and_layers(self) -> "OlmoHybrid":
-        for name in ("linear_num_key_heads", "linear_num_value_heads"):
-            if getattr(self, name) not in (None, self.num_attention_heads):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} differs from num_attention_heads="
-                    f"{self.num_attention_heads}, which is unsupported"
-                )
+    def _has_layers_of_both_kinds(self) -> "OlmoHybrid":
         if len(self.types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(self.types)} layers, but num_hidden_layers is "
                 f"{self.num_hidden_layers}; correct one of them"
             )
+        if len({*self.types}) < 2:
+            raise ValueError("layer_types must have layers of both kinds in olmo_hybrid")
         return self
 
     @property
@@ -392,8 +395,11 @@ class OlmoHybrid(Olmo2):
         return types if number > 3 else [*types[:-1], "full_attention"]
 
     def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        depth = self.linear_key_head_dim or int(0.75 * self.hidden_size / self.num_attention_heads)
+        heads = self.linear_num_key_heads or self.num_attention_heads
+        depth = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
         linear: dict[str, FieldValue] = {
+            "num_key_heads": heads,
+            "num_value_heads": self.linear_num_value_heads or self.num_attention_heads,
             "key_depth": depth,
             "value_depth": self.linear_value_head_dim or 2 * depth,
             "convolution_size": self.linear_conv_kernel_dim,
@@ -528,6 +534,11 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
+OF_IMAGES = {
+    *("vision_config", "image_token_id", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id"),
+}
+"""Fields of models of text and images that do not change the logits of text."""
 TEXT_PARTS = {"qwen3_5": "qwen3_5_text"}
 """Models of text and images, and the families of their language models."""
 
@@ -548,8 +559,8 @@ def text_part(fields: Mapping[str, JSON], path: Path) -> dict[str, JSON]:
             f"{path}: text_config must be an object with model_type={TEXT_PARTS[kind]!r}; fetch "
             "the file again"
         )
-    outer = ("tie_word_embeddings", "dtype", "torch_dtype")
-    return {**text, **{name: fields[name] for name in outer if name in fields}}
+    outer = {k: v for k, v in fields.items() if k not in OF_IMAGES | {"model_type", "text_config"}}
+    return {**text, **outer}
 
 
 def family_of(fields: Mapping[str, JSON], path: Path) -> Family:

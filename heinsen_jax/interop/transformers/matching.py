@@ -19,7 +19,6 @@ from heinsen_jax.models.pattern import shortest_period
 
 LAYER_TYPES = {
     **dict.fromkeys(("softmax", "gqa"), "full_attention"),
-    "sliding_window": "sliding_attention",
     "gated_deltanet": "linear_attention",
 }
 HIDDEN_ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
@@ -42,7 +41,10 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
         if only not in (name, None):
             continue
         try:
-            family = kind.model_validate({k: facts[k] for k in kind.model_fields if k in facts})
+            given = {k: facts[k] for k in kind.model_fields if k in facts}
+            if "rope" in given and given["rope"].rope_theta is None and not kind.null_fields:
+                del given["rope"]  # so that the difference is named
+            family = kind.model_validate(given)
             candidate = resolved(family.to_model())
         except ValueError as error:
             problem = str(error)
@@ -76,7 +78,7 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     number = config.num_layers // len(layers)
     softmax = [x for x in layers if isinstance(x, RotaryAttention)]
     rotary = [x for x in softmax if x.config.positions == "rotary"]
-    layer: Any = next(iter([*rotary, *softmax, *layers]))
+    layer: Any = (rotary or softmax or layers)[0]
     options: Any = layer.config
     facts: dict[str, Any] = {}
     if isinstance(options, PositionsConfig):
@@ -90,9 +92,11 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     }
     names = ("hidden_act", "activation_function") if config.mlp_kind else ()
     facts |= dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
-    for linear in (x for x in layers if isinstance(x, GatedDeltaNetAttention)):
+    if {*config.layer_pattern} <= LAYER_TYPES.keys():
+        facts["layer_types"] = [LAYER_TYPES[x] for x in config.layer_pattern] * number
+    linear = next((x for x in layers if isinstance(x, GatedDeltaNetAttention)), None)
+    if linear is not None:
         facts |= {
-            "layer_types": [LAYER_TYPES.get(x, x) for x in config.layer_pattern] * number,
             "linear_num_key_heads": linear.num_key_heads,
             "linear_num_value_heads": linear.num_heads,
             "linear_key_head_dim": linear.key_depth,
@@ -100,13 +104,14 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             "linear_conv_kernel_dim": linear.config.convolution_size,
             "linear_allow_neg_eigval": linear.config.negative_eigenvalues,
         }
+    if hasattr(options, "use_bias"):
+        facts["attention_bias"] = options.use_bias
     return (
         facts
         | {name: sizes[field] for name, field in FIELDS.items()}
         | {
             "num_key_value_heads": getattr(layer, "num_kv_heads", None),
             "head_dim": getattr(layer, "key_depth", None),
-            "attention_bias": getattr(options, "use_bias", None),
             "mlp_bias": config.mlp_has_bias,
             "sliding_window": getattr(options, "window_size", None),
         }

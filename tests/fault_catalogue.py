@@ -1359,8 +1359,20 @@ INTEROP_FAULTS = {
         "pairs = np.arange(self.rotated)",
         ("tests/interop/tensors_test.py",),
     ),
-    "a bias that is left out": Fault(
+    "every third layer in place of every fourth": Fault(
+        "heinsen_jax/interop/transformers/hybrids.py",
+        "(layer + 1) % interval",
+        "layer % interval",
+        ("tests/interop/families_test.py",),
+    ),
+    "a multiplier that is left out": Fault(
         "heinsen_jax/interop/transformers/families.py",
+        'options | {"scale": self.attention_multiplier}',
+        "options",
+        ("tests/interop/families_test.py",),
+    ),
+    "a bias that is left out": Fault(
+        "heinsen_jax/interop/transformers/family.py",
         "self.has_bias or bias",
         "bias",
         ("tests/interop/families_test.py",),

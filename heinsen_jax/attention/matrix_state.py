@@ -47,11 +47,11 @@ class MatrixStateConfig(AttentionConfig):
     has_erasure: ClassVar[bool] = False
 
     key_depth: pydantic.PositiveInt | None = None
-    """Head dimension of queries and keys; by default the published multiple of model_dim /
-    num_heads, rounded."""
+    """Head dimension of queries and keys; by default the published multiple of model_dim / number
+    of heads of values, rounded."""
     value_depth: pydantic.PositiveInt | None = None
-    """Head dimension of values; by default the published multiple of model_dim / num_heads,
-    rounded."""
+    """Head dimension of values; by default the published multiple of model_dim / number of heads of
+    values, rounded."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of the norm of the outputs; 1e-6 by default."""
 

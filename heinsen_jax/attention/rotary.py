@@ -120,6 +120,8 @@ RotaryT = TypeVar("RotaryT", bound=PositionsConfig)
 class RotaryAttention(MaskedAttention[RotaryT]):
     """Softmax attention with scaled dot products of optionally rotary queries and keys.
 
+        y = (attend(q, k, v) * sigmoid(x Wg + b)) W3 + b3    with `output_gate`
+
     Raises:
       ValueError: rotary, and key_depth is odd.
     """

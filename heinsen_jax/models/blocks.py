@@ -37,9 +37,9 @@ class Block(nnx.Module):
 
     With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With `norm_after`, norms follow
     both: x + norm(attention(x)) and x' + norm(mlp(x')). Outputs of both are multiplied by
-    `residual_multiplier`. With convolutions, as always in the decay block, the input of attention
-    and mlp is convolution(norm(...)). Returns the result and the state after x, or None unless
-    requested.
+    `residual_multiplier`. With convolutions, as always in the decay block, they precede attention
+    and mlp: attention(convolution(norm(x))). Returns the result and the state after x, or None
+    unless requested.
     """
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):

@@ -1,7 +1,4 @@
-"""Families of models: conversion of their `config.json` to architectures of this package and back.
-
-A field that is not listed here is refused, since it may change results.
-"""
+"""Families of models: their `config.json` as architectures of this package, and back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +10,17 @@ from pydantic import PositiveFloat
 
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.errors import UserError
+from heinsen_jax.interop.transformers.family import (
+    ACTIVATIONS,
+    IRRELEVANT,
+    Activation,
+    Family,
+    LlamaLike,
+    Olmo2,
+)
+from heinsen_jax.interop.transformers.hybrids import OlmoHybrid, Qwen35Text
 from heinsen_jax.interop.transformers.rope import (
     OBJECTS,
-    Fields,
     Given,
     Rope,
     Size,
@@ -23,188 +28,8 @@ from heinsen_jax.interop.transformers.rope import (
     place_of,
 )
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.models.config import MLPKind, Norm
 from heinsen_jax.models.pattern import Pattern, shortest_period
 from heinsen_jax.typing import JSON
-
-IRRELEVANT = {
-    # names, versions and the representation of weights
-    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
-    *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
-    *("auto_map", "mamba_ssm_dtype"),
-    *("is_llama_config", "transformers.js_config", "torchscript", "tf_legacy_loss"),
-    # tokens, and lengths that no parameter depends on
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("tokenizer_class", "prefix", "n_ctx"),
-    # training
-    *("initializer_range", "gradient_checkpointing", "pretraining_tp"),
-    *("attention_dropout", "hidden_dropout", "classifier_dropout"),
-    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
-    *("linear_a_log_min", "linear_a_log_max"),
-    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    # other heads and tasks than the readout
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
-    *("summary_proj_to_labels", "n_special", "predict_special_tokens", "finetuning_task"),
-    *("task_specific_params", "problem_type", "id2label", "label2id", "_num_labels"),
-    # outputs of a call, and the order of its computation
-    *("output_attentions", "output_hidden_states", "output_scores", "output_past", "return_dict"),
-    *("use_return_dict", "return_dict_in_generate", "use_cache", "is_decoder"),
-    *("chunk_size_feed_forward", "reorder_and_upcast_attn"),
-    # defaults of generation
-    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p"),
-    *("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty"),
-    *("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("num_return_sequences", "remove_invalid_values"),
-}
-"""Fields that do not change the logits. Dropout is off outside of training."""
-
-FIELDS = {
-    "vocab_size": "vocab_size",
-    "tie_word_embeddings": "tie_embeddings",
-    "n_positions": "max_length",
-    "max_position_embeddings": "trained_length",
-    "use_parallel_residual": "parallel_branches",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_scaling": "logit_divisor",
-    **dict.fromkeys(("hidden_size", "n_embd"), "model_dim"),
-    **dict.fromkeys(("intermediate_size", "n_inner"), "mlp_dim"),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), "num_layers"),
-    **dict.fromkeys(("num_attention_heads", "n_head"), "num_heads"),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "norm_epsilon"),
-}
-"""Fields of `LanguageModelConfig` by the names of fields of all families."""
-
-ACTIVATIONS: dict[str, MLPKind] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-Activation = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
-
-
-class Family(Fields):
-    """Fields of a `config.json` that determine the model."""
-
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
-    rope_names: ClassVar[dict[str, str]] = {}
-    """Further names of fields for rotary positions outside of `rope_parameters` and
-    `rope_scaling`."""
-    null_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields for which null is not their default: without `rope_theta`, no positions."""
-
-    vocab_size: Size
-    tie_word_embeddings: bool = False
-    is_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
-    tie_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
-    add_cross_attention: Literal[False] = pydantic.Field(False, exclude=True)
-    use_bfloat16: Literal[False] = pydantic.Field(False, exclude=True)
-
-    @pydantic.model_validator(mode="after")
-    def _has_positions(self) -> "Family":
-        rope = getattr(self, "rope", None)
-        if rope is not None and rope.rope_theta is None and not self.null_fields:
-            raise ValueError(f"rope_theta=None is unsupported in {self.model_type}; give a number")
-        return self
-
-    def to_model(self) -> LanguageModelConfig:
-        """The architecture."""
-        raise NotImplementedError
-
-    def sizes(self) -> dict[str, Any]:
-        """The fields of `LanguageModelConfig` that are fields of the family, too."""
-        names = FIELDS.keys() & type(self).model_fields.keys()
-        return {FIELDS[name]: getattr(self, name) for name in names}
-
-    def to_json(self) -> dict[str, JSON]:
-        """The fields as versions 4 and 5 of transformers read them."""
-        fields = self.model_dump(exclude={"rope"})
-        if fields.get("max_position_embeddings", ...) is None:  # transformers has a default
-            del fields["max_position_embeddings"]
-        rope = getattr(self, "rope", None)
-        if rope is not None:
-            plain = {old: getattr(rope, new) for new, old in self.rope_names.items()}
-            fields |= plain | {"rope_scaling": rope.scaling()}
-        return fields
-
-
-class LlamaLike(Family):
-    """Models with RMS norms, SwiGLU and rotary positions."""
-
-    rope_names: ClassVar = {"rope_theta": "rope_theta"}
-    has_bias: ClassVar[bool] = False
-    """Whether queries, keys and values have biases in all models of the family."""
-    qk_norm: ClassVar[bool] = False
-    norm: ClassVar[Norm | None] = None
-    rotates_whole_heads: ClassVar[bool] = True
-    has_head_dim: ClassVar[bool] = True
-    """Whether the head dimension is free, not hidden_size / num_attention_heads."""
-
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size | None
-    head_dim: Size | None = None
-    max_position_embeddings: Size | None = None
-    hidden_act: Literal["silu"] = "silu"
-    rms_norm_eps: PositiveFloat = 1e-6
-    rope: Rope = Rope()
-
-    @pydantic.model_validator(mode="after")
-    def _rotates_whole_heads(self) -> "LlamaLike":
-        if self.rotates_whole_heads and self.rope.partial_rotary_factor != 1:
-            raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _has_the_depth_of_its_family(self) -> "LlamaLike":
-        depth = self.hidden_size / self.num_attention_heads
-        if not self.has_head_dim and self.head_dim not in (None, depth):
-            raise ValueError(
-                f"head_dim={self.head_dim} must be hidden_size / num_attention_heads in "
-                f"{self.model_type}"
-            )
-        return self
-
-    def to_json(self) -> dict[str, JSON]:
-        fields = super().to_json()
-        return {k: v for k, v in fields.items() if k != "head_dim" or self.has_head_dim}
-
-    @property
-    def window(self) -> int | None:
-        """Sliding window of all layers, in tokens; None without one."""
-        return None
-
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        """The attention layers, with options of all softmax attention."""
-        return Layers("gqa" if self.window is None else "sliding_window", options=options)
-
-    def to_model(self) -> LanguageModelConfig:
-        depth = self.head_dim
-        depth = None if depth == self.hidden_size / self.num_attention_heads else depth
-        bias = getattr(self, "attention_bias", False)
-        options: dict[str, FieldValue] = {
-            "num_kv_heads": self.num_key_value_heads or self.num_attention_heads,
-            "use_bias": self.has_bias or bias,
-            "output_bias": bias,
-            **self.rope.options(),
-            **({} if self.window is None else {"window_size": self.window}),
-        }
-        return LanguageModelConfig(
-            **self.sizes(),
-            attention=self.attention(options),
-            block="llama",
-            use_bias=getattr(self, "mlp_bias", None) or None,
-            norm=self.norm,
-            qk_norm=self.qk_norm,
-            key_depth=depth,
-            value_depth=depth,
-        )
 
 
 class Llama(LlamaLike):
@@ -275,16 +100,6 @@ class SmolLM3(QwenLike):
     no_rope_layers: list[Literal[0, 1]] | None = None
     no_rope_layer_interval: Size = 4
 
-    @pydantic.model_validator(mode="after")
-    def _has_equally_many_layers(self) -> "SmolLM3":
-        count = len(self.no_rope_layers or [])
-        if self.no_rope_layers is not None and count < self.num_hidden_layers:
-            raise ValueError(
-                f"no_rope_layers has {count} layers, but num_hidden_layers is "
-                f"{self.num_hidden_layers}; correct one of them"
-            )
-        return self
-
     def attention(self, options: dict[str, FieldValue]) -> Pattern:
         others = {k: v for k, v in options.items() if not k.startswith("rotary_")}
         layers = (
@@ -339,132 +154,6 @@ class Phi3(LlamaLike):
     @property
     def window(self) -> int | None:
         return self.sliding_window
-
-
-class Olmo2(LlamaLike):
-    """OLMo 2."""
-
-    model_type = "olmo2"
-    architecture = "Olmo2ForCausalLM"
-
-    has_head_dim = False
-
-    num_key_value_heads: Size | None = None
-    rms_norm_eps: PositiveFloat = 1e-5
-    attention_bias: bool = False
-
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        return Layers("gqa", options=options | {"query_key_norm": "joint"}, norm_after=True)
-
-
-class OlmoHybrid(Olmo2):
-    """Olmo Hybrid: layers of Gated DeltaNet, and of softmax attention as in OLMo 2."""
-
-    model_type = "olmo_hybrid"
-    architecture = "OlmoHybridForCausalLM"
-    null_fields = frozenset({"rope_theta"})
-
-    rms_norm_eps: PositiveFloat = 1e-6
-    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
-    linear_num_key_heads: Size | None = None
-    linear_num_value_heads: Size | None = None
-    linear_key_head_dim: Size | None = None
-    linear_value_head_dim: Size | None = None
-    linear_conv_kernel_dim: Size = 4
-    linear_allow_neg_eigval: bool = True
-    linear_use_gate: Literal[True] = pydantic.Field(True, exclude=True)
-
-    @pydantic.model_validator(mode="after")
-    def _has_layers_of_both_kinds(self) -> "OlmoHybrid":
-        if len(self.types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(self.types)} layers, but num_hidden_layers is "
-                f"{self.num_hidden_layers}; correct one of them"
-            )
-        if len({*self.types}) < 2:
-            raise ValueError("layer_types must have layers of both kinds in olmo_hybrid")
-        return self
-
-    @property
-    def types(self) -> list[str]:
-        """`layer_types`, with the default resolved: every fourth layer is of softmax attention."""
-        if self.layer_types is not None:
-            return [*self.layer_types]
-        number = self.num_hidden_layers
-        types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(number)]
-        return types if number > 3 else [*types[:-1], "full_attention"]
-
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        heads = self.linear_num_key_heads or self.num_attention_heads
-        depth = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
-        linear: dict[str, FieldValue] = {
-            "num_key_heads": heads,
-            "num_value_heads": self.linear_num_value_heads or self.num_attention_heads,
-            "key_depth": depth,
-            "value_depth": self.linear_value_head_dim or 2 * depth,
-            "convolution_size": self.linear_conv_kernel_dim,
-            "negative_eigenvalues": self.linear_allow_neg_eigval,
-            "norm_epsilon": 1e-5,
-        }
-        layers = {
-            "linear_attention": Layers("gated_deltanet", options=linear),
-            "full_attention": super().attention(options),
-        }
-        return tuple(shortest_period([layers[kind] for kind in self.types]))
-
-
-class Qwen35Text(LlamaLike):
-    """Qwen 3.5, dense, for text: layers of Gated DeltaNet, and of softmax attention with a gate."""
-
-    model_type = "qwen3_5_text"
-    architecture = "Qwen3_5ForCausalLM"
-    rope_names: ClassVar = {name: name for name in ("rope_theta", "partial_rotary_factor")}
-    norm = "zero_centered_rms"
-    rotates_whole_heads = False
-
-    num_key_value_heads: Size | None = 4
-    head_dim: Size | None = 256
-    rope: Rope = Rope(partial_rotary_factor=0.25)
-    attention_bias: bool = False
-    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
-    full_attention_interval: Size | None = pydantic.Field(None, exclude=True)
-    attn_output_gate: Literal[True] = pydantic.Field(True, exclude=True)
-    output_gate_type: Literal["swish"] = pydantic.Field("swish", exclude=True)
-    mlp_only_layers: list[int] = pydantic.Field([], exclude=True, max_length=0)
-    linear_num_key_heads: Size = 16
-    linear_num_value_heads: Size = 32
-    linear_key_head_dim: Size = 128
-    linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Size = 4
-
-    @pydantic.model_validator(mode="after")
-    def _has_equally_many_layers(self) -> "Qwen35Text":
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(self.layer_types)} layers, but num_hidden_layers is "
-                f"{self.num_hidden_layers}; correct one of them"
-            )
-        return self
-
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        linear: dict[str, FieldValue] = {
-            "num_key_heads": self.linear_num_key_heads,
-            "num_value_heads": self.linear_num_value_heads,
-            "key_depth": self.linear_key_head_dim,
-            "value_depth": self.linear_value_head_dim,
-            "convolution_size": self.linear_conv_kernel_dim,
-        }
-        softmax = options | {"query_key_norm": True, "output_gate": "feature"}
-        layers = {
-            "linear_attention": Layers("gated_deltanet", options=linear),
-            "full_attention": Layers("gqa", options=softmax),
-        }
-        number, interval = self.num_hidden_layers, self.full_attention_interval or 4
-        kinds = [
-            "full_attention" if (i + 1) % interval == 0 else "linear_attention"
-            for i in range(number)
-        ]
-        return tuple(shortest_period([layers[kind] for kind in self.layer_types or kinds]))
 
 
 class GPT2(Family):

@@ -12,7 +12,8 @@ from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.parameters import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.transformers.families import FAMILIES, FIELDS, Family, describe_problem
+from heinsen_jax.interop.transformers.families import FAMILIES, describe_problem
+from heinsen_jax.interop.transformers.family import FIELDS, Family
 from heinsen_jax.interop.transformers.rope import Rope
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.pattern import shortest_period

@@ -40,7 +40,8 @@ from heinsen_jax.interop.transformers.checkpoint import (
     StoredDtype,
     check_format,
 )
-from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of, text_part
+from heinsen_jax.interop.transformers.families import family_of, text_part
+from heinsen_jax.interop.transformers.family import IRRELEVANT
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names

@@ -66,5 +66,6 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
             pattern=self.config.pattern,
             block_size=self.config.block_size,
             num_summaries=self.config.num_summaries,
+            scale=self.config.scale,
             segment_ids=keywords.get("segment_ids"),
         )

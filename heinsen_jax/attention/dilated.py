@@ -54,5 +54,6 @@ class DilatedAttention(RotaryAttention[DilatedConfig]):
             value,
             local_window_size=self.config.window_size,
             dilation=self.config.dilation,
+            scale=self.config.scale,
             **keywords,
         )

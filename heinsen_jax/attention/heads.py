@@ -140,7 +140,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         """Queries or keys `[..., T, N, K]`, normalized by head or over all heads."""
         if self.config.query_key_norm != "joint":
             return norm(x)
-        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+        return norm(x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])).reshape(x.shape)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -1,6 +1,5 @@
 """Base class of softmax attention with optional rotary queries and keys, as layers."""
 
-import math
 from typing import Annotated, Literal, TypeVar, Unpack
 
 import jax
@@ -8,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from heinsen_jax.attention.heads import HeadProjection, HeadsConfig
+from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions, linear
-from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig, MaskKeywords
 from heinsen_jax.ops.rotary import rotary
+from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import (
     Array,
     Features,
@@ -138,22 +138,18 @@ class RotaryAttention(MaskedAttention[RotaryT]):
             axes, biased = ("embed", "heads"), self.config.use_bias
             self.output_gate = linear(self.model_dim, width, axes, use_bias=biased, **options)
 
-    def heads(
-        self,
-        x: Features,
-        source: Float[Array, "*B S D"] | None = None,
-        project: HeadProjection | None = None,
-    ) -> tuple[Query, Keys, Values]:
-        query, key, value = super().heads(x, source, project)
-        if self.config.scale is not None:  # in place of the default of the ops
-            query = query * (self.config.scale * math.sqrt(self.key_depth))
-        return query, key, value
+    def between(
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
+    ) -> Mixed:
+        rule, scale = self.config.rule(), self.config.scale
+        return dot_product_attention(query, key, value, mask=rule, scale=scale, **keywords)
 
     def apply_output_gate(self, x: Features, y: Mixed) -> Mixed:
         if self.config.output_gate is None:
             return y
         gate = jax.nn.sigmoid(self.output_gate(x)).astype(y.dtype)
-        return y * gate.reshape(*y.shape[:-1], -1)
+        width = self.value_depth if self.config.output_gate == "feature" else 1
+        return y * gate.reshape(*y.shape[:-1], width)
 
     def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]

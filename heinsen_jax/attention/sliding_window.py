@@ -45,5 +45,11 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     def over_all(
         self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
     ) -> Mixed:
-        window = self.config.window_size
-        return sliding_window_attention(query, key, value, local_window_size=window, **keywords)
+        return sliding_window_attention(
+            query,
+            key,
+            value,
+            local_window_size=self.config.window_size,
+            scale=self.config.scale,
+            **keywords,
+        )

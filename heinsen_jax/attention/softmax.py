@@ -49,6 +49,7 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
             key,
             value,
             log_decay=self._log_decay(key),
+            scale=self.config.scale,
             implementation=self.config.implementation,
             **keywords,
         )
@@ -56,8 +57,8 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
     def between(
         self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
     ) -> Mixed:
-        decay = self._log_decay(key)
-        return dot_product_attention(query, key, value, log_decay=decay, **keywords)
+        decay, scale = self._log_decay(key), self.config.scale
+        return dot_product_attention(query, key, value, log_decay=decay, scale=scale, **keywords)
 
     def _log_decay(self, key: Keys) -> Array | None:
         """The biases of ALiBi, as decays per token `[..., S, N]`."""

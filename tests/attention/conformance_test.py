@@ -33,9 +33,22 @@ VARIANTS |= {
         {"values": "linear", "decay": "feature", "implementation": "scan"},
     ),
     "log, linear values in chunks": ("log", {"values": "linear", "decay": "feature"}),
-    "softmax, rotary": ("softmax", {"positions": "rotary", "query_key_norm": True}),
+    "softmax, rotary": (
+        "softmax",
+        {"positions": "rotary", "query_key_norm": True, "scale": 0.4, "output_gate": "head"},
+    ),
     "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
-    "sliding_window, rotary": ("sliding_window", {"window_size": 5, "positions": "rotary"}),
+    "sliding_window, rotary": (
+        "sliding_window",
+        {
+            "window_size": 5,
+            "positions": "rotary",
+            "query_key_norm": "joint",
+            "zero_centered_norm": True,
+            "scale": 0.4,
+            "output_gate": "feature",
+        },
+    ),
     "sliding_window, itself": ("sliding_window", {"window_size": 1}),
     "softmax, alibi": ("softmax", {"positions": "alibi"}),
     "hgrn2, lower bound": ("hgrn2", {"lower_bound": 0.3}),
@@ -50,6 +63,7 @@ VARIANTS |= {
     "block_sparse": ("block_sparse", {"block_size": 6, "num_summaries": 2}),
     "rmt": ("rmt", {"segment_length": 16, "num_memories": 2}),
     "mamba2": ("mamba2", {"key_depth": 8}),
+    "gated_deltanet, groups": ("gated_deltanet", {"num_key_heads": 1, "num_value_heads": 4}),
     "log_window, rotary": ("log_window", {"window_size": 7, "positions": "rotary"}),
     "log_window, decay": ("log_window", {"window_size": 7, "decay": "head"}),
 }

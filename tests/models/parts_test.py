@@ -205,11 +205,12 @@ def test_multipliers_scale_embeddings_branches_and_logits():
     np.testing.assert_allclose(ours(tokens), plain(tokens) / 8, atol=1e-6)
 
 
-def test_the_scale_of_dot_products_is_an_option():
-    options = {"positions": "rotary", "scale": 0.7}
+@pytest.mark.parametrize("name", ["softmax", "sliding_window", "dilated", "block_sparse"])
+def test_the_scale_of_dot_products_is_an_option(name):
+    """The same as queries that are multiplied by it."""
     ours, plain = (
-        nnx.clone(model(block="standard", attention=Layers("softmax", options=x), num_layers=1))
-        for x in (options, {"positions": "rotary"})
+        nnx.clone(model(block="standard", attention=Layers(name, options=x), num_layers=1))
+        for x in ({"positions": "rotary", "scale": 0.7}, {"positions": "rotary"})
     )
     attention = plain.blocks[0].attention
     columns = attention.columns()["query"]

@@ -136,6 +136,16 @@ def test_absurd_sizes_are_refused(name, value, tmp_path):
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("name", ["smollm3", "olmo_hybrid", "qwen3_5"])
+def test_absurd_numbers_of_layers_of_several_kinds_are_refused(name, tmp_path):
+    folder = shutil.copytree(FOLDER / name, tmp_path / "a")
+    fields = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    fields = {k: v for k, v in fields.items() if k not in ("layer_types", "no_rope_layers")}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="num_hidden_layers=1000000000 is unsupported"):
+        from_pretrained(folder)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_named(value, tmp_path):
     folder = shutil.copytree(FOLDER / "qwen2", tmp_path / "a")

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import PositiveFloat
 
 from heinsen_jax.attention.registry import FieldValue
-from heinsen_jax.interop.transformers.rope import Fields, Rope, Size
+from heinsen_jax.interop.transformers.rope import Count, Fields, Rope, Size
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.config import MLPKind, Norm
 from heinsen_jax.models.pattern import Pattern
@@ -134,7 +134,7 @@ class LlamaLike(Family):
 
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Count
     num_attention_heads: Size
     num_key_value_heads: Size | None
     head_dim: Size | None = None
@@ -153,7 +153,9 @@ class LlamaLike(Family):
     def _has_as_many_layers(self) -> "LlamaLike":
         number = self.num_hidden_layers
         for name in ("layer_types", "no_rope_layers"):
-            count = len(getattr(self, name, None) or [None] * number)
+            if (given := getattr(self, name, None)) is None:
+                continue
+            count = len(given)
             if count < number or (count > number and name == "layer_types"):
                 raise ValueError(
                     f"{name} has {count} layers, but num_hidden_layers is {number}; correct one of "

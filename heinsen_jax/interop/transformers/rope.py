@@ -27,6 +27,8 @@ SCALING = {
 
 
 Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+Count = Annotated[int, pydantic.Field(gt=0, lt=10_000)]
+"""A number of layers, few enough to list them."""
 
 
 class Fields(pydantic.BaseModel):

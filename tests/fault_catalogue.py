@@ -665,8 +665,8 @@ MODELS_FAULTS = {
     ),
     "a branch with the wrong input": Fault(
         "heinsen_jax/models/blocks.py",
-        "self.mlp_norm(before_attention if self.is_parallel else x)",
-        "self.mlp_norm(x)",
+        "inputs = before_attention if self.is_parallel else x",
+        "inputs = x",
         ("tests/models/parts_test.py",),
     ),
     "a token id past the vocabulary": Fault(

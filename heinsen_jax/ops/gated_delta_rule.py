@@ -285,4 +285,4 @@ def _check_heads(query: Array, key: Array, value: Array) -> None:
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"value must be floating point, got {value.dtype}")
     if value.shape[-2] % key.shape[-2]:
-        raise ValueError(f"the number of heads of key must divide that of value: {shapes}")
+        raise ValueError(f"the heads of key must divide the heads of value: {shapes}")

@@ -191,8 +191,8 @@ def test_heads_of_other_sizes_have_nothing_in_common():
     assert shapes[0] == shapes[1]
     new = new_parameters(config((wide, equal)), config(equal))
     assert new == {f"blocks.0.attention.{name}.kernel.value" for name in ("output", "project")}
-    halves = {"num_value_heads": 8, "key_depth": 4, "value_depth": 4}
-    delta = config(Layers("gated_deltanet", options=halves))
+    narrow = {"num_value_heads": 8, "key_depth": 4, "value_depth": 4}
+    delta = config(Layers("gated_deltanet", options=narrow))
     names = flatten_with_names(nnx.state(LanguageModel.abstract(delta), nnx.Param)).keys()
     shared = names - new_parameters(delta, config(equal))
     assert not any("attention" in name for name in shared)

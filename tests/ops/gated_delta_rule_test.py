@@ -288,7 +288,7 @@ def test_a_state_without_its_transition_does_not_merge_into_another():
     [
         ({"query": (1, 4, 4, 3)}, "query and key must have the same heads"),
         ({"query": (1, 3, 2, 3)}, "gated_delta_rule needs as many queries as keys"),
-        ({"value": (1, 4, 3, 5)}, "the number of heads of key must divide that of value"),
+        ({"value": (1, 4, 3, 5)}, "the heads of key must divide the heads of value"),
         ({"value": (1, 3, 2, 5)}, "key and value must have the same tokens"),
         ({"log_decay": (1, 4, 3)}, r"log_decay must have shape \(1, 4, 2\) or \(1, 4, 2, 3\)"),
         ({"erase": (1, 4)}, "erase must have shape"),

@@ -127,7 +127,7 @@ class Checkpoint:
                 self.tensors[new] = self.tensors.pop(old)
 
     def divide(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Divide the rows of tensors anew into these shapes, if their sum is the same."""
+        """Divide the rows of tensors again, into these shapes, if their sum is the same."""
         if not all(name in self.tensors for name in names):
             return
         if all(self.tensors[name].shape == shapes[name] for name in names):

@@ -97,3 +97,9 @@ def test_keys_of_hgrn2_are_the_complements_of_its_forget_gates():
     bound = 1 / (1 + np.exp(-np.asarray(layer.bound[...])))
     expected = bound + (1 - bound) / (1 + np.exp(-logits))
     np.testing.assert_allclose(forget.ravel(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gla", "mlstm", "mamba2"])
+def test_the_epsilon_of_the_norm_is_an_option(name):
+    assert random_layer(name, norm_epsilon=0.5).norm.epsilon == 0.5
+    assert random_layer(name).norm.epsilon == 1e-6

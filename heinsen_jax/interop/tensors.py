@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.models import LanguageModelConfig
 
 Tensors: TypeAlias = list[np.ndarray]
@@ -36,14 +37,13 @@ class Heads:
         """The sizes of a layer."""
         is_rotary = getattr(layer.config, "positions", None) == "rotary"
         rotated = layer.config.rotated(layer.key_depth) if is_rotary else 0
-        groups, queries = getattr(layer, "num_kv_heads", layer.num_heads), layer.num_heads
-        values = groups
-        if (keys := getattr(layer, "num_key_heads", None)) is not None:
-            groups = queries = keys
-            values = layer.num_heads
+        if isinstance(layer, MatrixStateAttention):  # queries and keys have as many heads
+            queries, keys, values = layer.num_key_heads, layer.num_key_heads, layer.num_heads
+        else:
+            queries, keys, values = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         depth = layer.key_depth
-        widths = queries * depth, groups * depth, values * layer.value_depth
-        return cls(layer.num_heads, groups, depth, widths, rotated)
+        widths = queries * depth, keys * depth, values * layer.value_depth
+        return cls(layer.num_heads, keys, depth, widths, rotated)
 
     def rows(self, part: int) -> slice:
         """Rows of queries (0), keys (1) or values (2), if all are one after the other."""
@@ -88,16 +88,16 @@ class Layout(NamedTuple):
     join: Callable[[Tensors, Heads], np.ndarray] = lambda parts, heads: np.concatenate(parts)
 
 
-def _interleaved(x: np.ndarray, heads: Heads) -> Tensors:
-    """Queries, keys and values of GPT-NeoX, adjacent for each head."""
-    shape = x.shape[1:]
-    parts = np.moveaxis(x.reshape(heads.num_heads, 3, heads.depth, *shape), 1, 0)
-    return [part.reshape(-1, *shape) for part in parts]
+def _interleaved(x: np.ndarray, heads: Heads, count: int) -> Tensors:
+    """Parts that are adjacent for each head: queries, keys and values, or queries and gates."""
+    parts = np.moveaxis(x.reshape(heads.num_heads, count, -1, *x.shape[1:]), 1, 0)
+    return [part.reshape(-1, *x.shape[1:]) for part in parts]
 
 
 def _interleave(parts: Tensors, heads: Heads) -> np.ndarray:
+    """The inverse of `_interleaved`."""
     shape = parts[0].shape[1:]
-    apart = [x.reshape(heads.num_heads, heads.depth, *shape) for x in parts]
+    apart = [x.reshape(heads.num_heads, -1, *shape) for x in parts]
     return np.stack(apart, 1).reshape(-1, *shape)
 
 
@@ -112,7 +112,7 @@ NORM_OF_HEADS = Layout(
 )
 SEPARATE = Layout(lambda x, heads: heads.join(*x).T, lambda x, heads: heads.split(x.T))
 INTERLEAVED = Layout(
-    lambda x, heads: heads.join(*_interleaved(x[0], heads)).T,
+    lambda x, heads: heads.join(*_interleaved(x[0], heads, 3)).T,
     lambda x, heads: [_interleave(heads.split(x.T), heads)],
 )
 THIRDS = Layout(
@@ -139,29 +139,17 @@ def _half(part: int) -> Layout:
     return Layout(lambda x, heads: np.split(x[0], 2)[part].T, lambda x, heads: [x.T], part)
 
 
-def _by_head(x: np.ndarray, heads: Heads, part: int) -> np.ndarray:
-    """The queries (0) or the output gates (1), which are adjacent for each head."""
-    parts = x.reshape(heads.num_heads, 2, -1, *x.shape[1:])[:, part]
-    return parts.reshape(-1, *x.shape[1:])
-
-
-def _join_by_head(parts: Tensors, heads: Heads) -> np.ndarray:
-    shape = parts[0].shape
-    apart = [x.reshape(heads.num_heads, 1, -1, *shape[1:]) for x in parts]
-    return np.concatenate(apart, 1).reshape(-1, *shape[1:])
-
-
 FUSED = Layout(
     lambda x, heads: heads.join(*np.split(x[0], np.cumsum(heads.widths[:2]))).T,
     lambda x, heads: [np.concatenate(heads.split(x.T))],
 )
 GATED = Layout(
-    lambda x, heads: heads.join(_by_head(x[0], heads, 0), *x[1:]).T,
+    lambda x, heads: heads.join(_interleaved(x[0], heads, 2)[0], *x[1:]).T,
     lambda x, heads: heads.split(x.T),
-    join=_join_by_head,
+    join=_interleave,
 )
 OUTPUT_GATE = Layout(
-    lambda x, heads: _by_head(x[0], heads, 1).T, lambda x, heads: [x.T], 1, _join_by_head
+    lambda x, heads: _interleaved(x[0], heads, 2)[1].T, lambda x, heads: [x.T], 1, _interleave
 )
 
 # Module of this package -> (module in transformers, layout). A name with {} exists once per layer;

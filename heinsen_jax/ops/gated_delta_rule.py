@@ -184,10 +184,10 @@ def gated_delta_rule(
     enlarge the state.
 
     Args:
-      query: q `[*B, T, G, K]`.
+      query: q `[*B, T, G, K]`, with G heads.
       key: k `[*B, T, G, K]`.
-      value: v `[*B, T, N, V]`; head n has the queries and keys of head n // (N // G), which are
-        repeated for a few tokens at a time only.
+      value: v `[*B, T, N, V]`, with N heads, a multiple of G; head n has the queries and keys of
+        head n // (N // G), which are repeated for a few tokens at a time only.
       log_decay: g <= 0 `[*B, T, N]`, or by key feature `[*B, T, N, K]`; 0 when None.
       erase: b `[*B, T, N]` or `[*B, T, N, K]`; 0 when None, and no linear system is solved.
       write: w `[*B, T, N]` or `[*B, T, N, V]`; 1 when None.

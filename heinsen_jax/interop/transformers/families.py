@@ -136,7 +136,6 @@ class Phi3(LlamaLike):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     rope_names: ClassVar = {name: name for name in ("rope_theta", "partial_rotary_factor")}
-    rotates_whole_heads = False
     has_head_dim = False
 
     num_key_value_heads: Size | None = None
@@ -268,11 +267,11 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
             f"{path}: model_type={kind!r} is unsupported; choose a model of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
+    nullable = {*family.model_fields, *(["rope_theta"] if family.may_lack_positions else [])}
     known = {
         k: v
         for k, v in fields.items()
-        if k not in IRRELEVANT | {"model_type"}
-        and (v is not None or k in family.model_fields or k in family.null_fields)
+        if k not in IRRELEVANT | {"model_type"} and (v is not None or k in nullable)
     }
     given: dict[str, Given] = {}
     try:

@@ -82,8 +82,8 @@ class Family(Fields):
     rope_names: ClassVar[dict[str, str]] = {}
     """Further names of fields for rotary positions outside of `rope_parameters` and
     `rope_scaling`."""
-    null_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields for which null is not their default: without `rope_theta`, no positions."""
+    may_lack_positions: ClassVar[bool] = False
+    """Whether `rope_theta` may be null, for softmax attention without positions."""
 
     vocab_size: Size
     tie_word_embeddings: bool = False
@@ -95,7 +95,7 @@ class Family(Fields):
     @pydantic.model_validator(mode="after")
     def _has_positions(self) -> "Family":
         rope = getattr(self, "rope", None)
-        if rope is not None and rope.rope_theta is None and not self.null_fields:
+        if rope is not None and rope.rope_theta is None and not self.may_lack_positions:
             raise ValueError(f"rope_theta=None is unsupported in {self.model_type}; give a number")
         return self
 
@@ -128,7 +128,6 @@ class LlamaLike(Family):
     """Whether queries, keys and values have biases in all models of the family."""
     qk_norm: ClassVar[bool] = False
     norm: ClassVar[Norm | None] = None
-    rotates_whole_heads: ClassVar[bool] = True
     has_head_dim: ClassVar[bool] = True
     """Whether the head dimension is free, not hidden_size / num_attention_heads."""
 
@@ -145,7 +144,8 @@ class LlamaLike(Family):
 
     @pydantic.model_validator(mode="after")
     def _rotates_whole_heads(self) -> "LlamaLike":
-        if self.rotates_whole_heads and self.rope.partial_rotary_factor != 1:
+        rotates_whole = "partial_rotary_factor" not in self.rope_names
+        if rotates_whole and self.rope.partial_rotary_factor != 1:
             raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
         return self
 

@@ -13,8 +13,8 @@ from heinsen_jax.models import Layers
 from heinsen_jax.models.pattern import Pattern, shortest_period
 
 
-def every_nth_of_softmax(interval: int, number: int) -> list[str]:
-    """The types of layers of which every n-th has softmax attention."""
+def default_layer_types(interval: int, number: int) -> list[str]:
+    """The types of layers, of which one in each interval has softmax attention, the last."""
     return [
         "linear_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(number)
@@ -33,7 +33,7 @@ class OlmoHybrid(Olmo2):
 
     model_type = "olmo_hybrid"
     architecture = "OlmoHybridForCausalLM"
-    null_fields = frozenset({"rope_theta"})
+    may_lack_positions = True
 
     rms_norm_eps: PositiveFloat = 1e-6
     layer_types: list[Literal["linear_attention", "full_attention"]] | None = None
@@ -56,7 +56,7 @@ class OlmoHybrid(Olmo2):
         """`layer_types`, with the default resolved: every fourth layer is of softmax attention."""
         if self.layer_types is not None:
             return [*self.layer_types]
-        types = every_nth_of_softmax(4, self.num_hidden_layers)
+        types = default_layer_types(4, self.num_hidden_layers)
         return types if "full_attention" in types else [*types[:-1], "full_attention"]
 
     def attention(self, options: dict[str, FieldValue]) -> Pattern:
@@ -81,7 +81,6 @@ class Qwen35Text(LlamaLike):
     architecture = "Qwen3_5ForCausalLM"
     rope_names: ClassVar = {name: name for name in ("rope_theta", "partial_rotary_factor")}
     norm = "zero_centered_rms"
-    rotates_whole_heads = False
 
     num_key_value_heads: Size | None = 4
     head_dim: Size | None = 256
@@ -107,5 +106,5 @@ class Qwen35Text(LlamaLike):
             "convolution_size": self.linear_conv_kernel_dim,
         }
         softmax = options | {"query_key_norm": True, "output_gate": "feature"}
-        default = every_nth_of_softmax(self.full_attention_interval or 4, self.num_hidden_layers)
+        default = default_layer_types(self.full_attention_interval or 4, self.num_hidden_layers)
         return layers_of(self.layer_types or default, linear, Layers("gqa", options=softmax))

@@ -43,7 +43,7 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             continue
         try:
             given = {k: facts[k] for k in kind.model_fields if k in facts}
-            if "rope" in given and given["rope"].rope_theta is None and not kind.null_fields:
+            if "rope" in given and given["rope"].rope_theta is None and not kind.may_lack_positions:
                 del given["rope"]  # so that the difference is named
             family = kind.model_validate(given)
             candidate = resolved(family.to_model())

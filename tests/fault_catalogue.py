@@ -594,6 +594,12 @@ ATTENTION_FAULTS = {
         '"write": jnp.ones_like(step)}',
         ("tests/attention/matrix_state_test.py",),
     ),
+    "a short convolution that begins again with each chunk": Fault(
+        "heinsen_jax/attention/short_convolution.py",
+        '{"state": call.state,',
+        '{"state": None,',
+        ("tests/attention/matrix_state_test.py",),
+    ),
     "queries of the source": Fault(
         "heinsen_jax/attention/heads.py",
         "query = self._part(x, apart,",
@@ -1366,9 +1372,21 @@ INTEROP_FAULTS = {
         ("tests/interop/families_test.py",),
     ),
     "a multiplier that is left out": Fault(
-        "heinsen_jax/interop/transformers/families.py",
+        "heinsen_jax/interop/transformers/family.py",
         'options | {"scale": self.attention_multiplier}',
         "options",
+        ("tests/interop/families_test.py",),
+    ),
+    "positions in the fourth layer": Fault(
+        "heinsen_jax/interop/transformers/families.py",
+        "int((i + 1) % interval != 0)",
+        "int(i % interval != 0)",
+        ("tests/interop/families_test.py",),
+    ),
+    "an MLP of twice its width": Fault(
+        "heinsen_jax/interop/transformers/hybrids.py",
+        "width = 2 * width // 3",
+        "width = 2 * width",
         ("tests/interop/families_test.py",),
     ),
     "a bias that is left out": Fault(

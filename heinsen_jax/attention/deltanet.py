@@ -3,7 +3,6 @@
 from typing import Unpack
 
 import jax
-import pydantic
 
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.matrix_state import (
@@ -23,11 +22,6 @@ class DeltaNetConfig(ConvolvedConfig):
     """Configuration of DeltaNet."""
 
     has_erasure = True
-    num_key_heads: pydantic.PositiveInt | None = None
-    """Number of heads of queries and keys, each shared by num_value_heads / num_key_heads heads of
-    values; num_value_heads when None."""
-    num_value_heads: pydantic.PositiveInt | None = None
-    """Number of heads of values; num_heads when None."""
     negative_eigenvalues: bool = False
     """Whether the share that is replaced, beta, is up to 2 instead of 1: transitions then have
     eigenvalues in [-1, 1], which track states such as parity (Grazzi et al., 2025)."""

@@ -15,7 +15,7 @@ from heinsen_jax.attention.matrix_state import (
     SoftplusDecay,
     delta_rule,
 )
-from heinsen_jax.attention.parameters import LayerOptions, linear, parameter
+from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, linear, parameter
 from heinsen_jax.typing import Features, config_dataclass
 
 
@@ -28,6 +28,10 @@ class Mamba2Config(ConvolvedConfig):
     """Size of the state per value feature: the depth of B and C."""
     convolution_size: pydantic.PositiveInt = 4
     """Kernel size, in tokens, of the causal depthwise convolutions of C, B and x."""
+    convolution_bias: bool = True
+    """Whether these convolutions have biases."""
+    num_key_heads: pydantic.PositiveInt | None = 1
+    """Number of groups of heads, each with its own B and C; num_value_heads when None."""
 
 
 class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
@@ -36,18 +40,16 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
         S_t = exp(-exp(a) d_t) S_(t-1) + k_t (d_t v_t)^T,    o_t = S_t^T q_t + e * v_t
         d = softplus(x Wd + b),    y = norm(o * silu(x Wg)) Wo
 
-    with q and k shared by all heads, a, b and e by head, and an RMS norm over all heads. q, k and v
-    are convolved, with a bias, and followed by SiLU. At initialization exp(a) is uniform in
-    [1, 16], softplus(b) log-uniform in [0.001, 0.1], and e = 1. The width of values is twice the
-    model's.
+    with q and k shared by the heads of a group, one group by default, a, b and e by head, and an
+    RMS norm over the heads of a group. q, k and v are convolved, with a bias, and followed by SiLU.
+    At initialization exp(a) is uniform in [1, 16], softplus(b) log-uniform in [0.001, 0.1], and e
+    is 1. The width of values is twice the model's.
 
     References:
       Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060.
     """
 
     Config = Mamba2Config
-    shares_keys = True
-    has_convolution_bias = True
     op = staticmethod(partial(delta_rule, scale=1.0))
     norms_heads_jointly = True
 
@@ -58,6 +60,10 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
         )
         self.to_log_decay = SoftplusDecay((self.num_heads,), (self.num_heads,), **options)
         self.skip = parameter(nnx.initializers.ones, self.num_heads, kind="vector", **options)
+
+    def make_norm(self, **options: Unpack[LayerOptions]) -> RMSNorm:
+        size, groups = self.num_heads * self.value_depth, self.num_key_heads
+        return RMSNorm(size, epsilon=self.config.norm_epsilon, num_groups=groups, **options)
 
     def gates(self, x: Features) -> Gates:
         step, log_decay = self.to_log_decay(self.step(x))

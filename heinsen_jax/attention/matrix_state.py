@@ -84,6 +84,11 @@ class ConvolvedConfig(MatrixStateConfig):
     convolution_size: pydantic.NonNegativeInt = 4
     """Kernel size, in tokens, of the causal depthwise convolutions of queries, keys and values,
     which SiLU follows; SiLU alone if 0."""
+    num_key_heads: pydantic.PositiveInt | None = None
+    """Number of heads of queries and keys, each shared by num_value_heads / num_key_heads heads of
+    values; num_value_heads when None."""
+    num_value_heads: pydantic.PositiveInt | None = None
+    """Number of heads of values; num_heads when None."""
 
 
 class Gates(TypedDict, total=False):
@@ -143,8 +148,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         `segment_ids`.
       summary: computes the state of the tokens alone, with the transition that `merge` needs.
       state_type: class of the mechanism's state.
-      shares_keys: whether all heads share queries and keys.
-      has_convolution_bias: whether convolutions have a bias.
       norms_heads_jointly: whether the norm is over all heads together.
       gate_activation: activation of the output gate; no gate when None.
       softmax_projections: projections with the same meaning as in softmax attention, which a
@@ -154,8 +157,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     op: ClassVar[Callable[..., Any]] = staticmethod(delta_rule)
     summary: ClassVar[Callable[..., MatrixState | MLSTMState]] = staticmethod(matrix_summary)
     state_type: ClassVar[type[MatrixState] | type[MLSTMState]] = MatrixState
-    shares_keys: ClassVar[bool] = False
-    has_convolution_bias: ClassVar[bool] = False
     norms_heads_jointly: ClassVar[bool] = False
     gate_activation: ClassVar[Literal["silu", "sigmoid"] | None] = "silu"
     softmax_projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
@@ -164,29 +165,28 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         model_dim, config = self.model_dim, self.config
         num_heads = self.num_heads = getattr(config, "num_value_heads", None) or self.num_heads
         self.key_depth, self.value_depth = config.depths(model_dim, num_heads)
-        shared = 1 if self.shares_keys else getattr(config, "num_key_heads", None)
-        self.num_key_heads = shared or num_heads
+        self.num_key_heads = getattr(config, "num_key_heads", None) or num_heads
         if num_heads % self.num_key_heads:
             raise ValueError(
                 f"num_key_heads={self.num_key_heads} does not divide {num_heads} heads of values"
             )
         keys, values = self.num_key_heads * self.key_depth, num_heads * self.value_depth
         axes = "embed", "heads"
-        key_axes = () if self.shares_keys else axes
+        key_axes = axes if self.num_key_heads > 1 else ()
         self.query, self.key = (
             linear(model_dim, keys, key_axes, use_bias=False, **options) for _ in range(2)
         )
         self.value = linear(model_dim, values, axes, use_bias=False, **options)
         size = config.convolution_size if isinstance(config, ConvolvedConfig) else 0
-        key_axis = None if self.shares_keys else "heads"
+        key_axis = "heads" if self.num_key_heads > 1 else None
+        use_bias = getattr(config, "convolution_bias", False)
         self.convolutions = nnx.List(
-            CausalConvolution(size, width, axis, use_bias=self.has_convolution_bias, **options)
+            CausalConvolution(size, width, axis, use_bias=use_bias, **options)
             for width, axis in ((keys, key_axis), (keys, key_axis), (values, "heads"))
             if size
         )
         self.gate = self.make_gate(values, **options)
-        normed = values if self.norms_heads_jointly else self.value_depth
-        self.norm = rms_norm(normed, epsilon=config.norm_epsilon, **options)
+        self.norm = self.make_norm(**options)
         self.output = linear(values, model_dim, ("heads", "embed"), use_bias=False, **options)
 
     def make_gate(
@@ -196,6 +196,12 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         if self.gate_activation is None:
             return None
         return linear(self.model_dim, values, ("embed", "heads"), use_bias=False, **options)
+
+    def make_norm(self, **options: Unpack[LayerOptions]) -> nnx.Module:
+        """The norm of the outputs."""
+        heads = self.num_heads if self.norms_heads_jointly else 1
+        epsilon = self.config.norm_epsilon
+        return rms_norm(heads * self.value_depth, epsilon=epsilon, **options)
 
     def gates(self, x: Features) -> Gates:
         """The gates of the tokens, in at least float32."""

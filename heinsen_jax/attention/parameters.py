@@ -5,6 +5,7 @@ All take the options of a layer, `dtype, param_dtype, rngs`, as keywords.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import jax
@@ -140,24 +141,42 @@ def rms_norm(
     )
 
 
-class ZeroCenteredRMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * (1 + w), with w initially 0, in at least the dtype of w.
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * w, in at least the dtype of w, with means of groups of
+    adjacent features; if zero-centered, * (1 + w) for w initially 0.
 
     References:
-      Gemma Team, 2024, Gemma, arXiv:2403.08295; Qwen Team, 2025, Qwen3-Next.
+      Gemma Team, 2024, Gemma, arXiv:2403.08295 (zero-centered); Dao and Gu, 2024, Transformers are
+      SSMs, arXiv:2405.21060 (groups).
     """
 
-    def __init__(self, size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]):
-        self.epsilon = epsilon or EPSILONS["zero_centered_rms"]
-        self.scale = parameter(nnx.initializers.zeros, size, kind="vector", **options)
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float | None = None,
+        num_groups: int = 1,
+        is_zero_centered: bool = False,
+        **options: Unpack[LayerOptions],
+    ):
+        self.epsilon = epsilon or EPSILONS["rms"]
+        self.num_groups, self.offset = num_groups, int(is_zero_centered)
+        init = nnx.initializers.constant(1 - self.offset)
+        self.scale = parameter(init, size, kind="vector", **options)
 
     def __call__(self, x: Array) -> Array:
         x = x.astype(jnp.promote_types(x.dtype, self.scale.dtype))
-        inverse = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.epsilon)
-        return x * inverse * jnp.broadcast_to(1 + self.scale[...], x.shape)
+        groups = x.reshape(*x.shape[:-1], self.num_groups, x.shape[-1] // self.num_groups)
+        mean = jnp.mean(groups * groups, -1, keepdims=True)
+        normed = (groups * jax.lax.rsqrt(mean + self.epsilon)).reshape(x.shape)
+        return normed * jnp.broadcast_to(self.offset + self.scale[...], x.shape)
 
 
-NORMS = {"layer": layer_norm, "rms": rms_norm, "zero_centered_rms": ZeroCenteredRMSNorm}
+NORMS = {
+    "layer": layer_norm,
+    "rms": rms_norm,
+    "zero_centered_rms": partial(RMSNorm, is_zero_centered=True),
+}
 
 
 def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) -> nnx.LoRA:

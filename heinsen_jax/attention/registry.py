@@ -33,6 +33,7 @@ from heinsen_jax.attention.mlstm import MLSTMAttention
 from heinsen_jax.attention.performer import PerformerAttention
 from heinsen_jax.attention.retnet import RetentionAttention
 from heinsen_jax.attention.rmt import RecurrentMemoryAttention
+from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.attention.taylor import TaylorAttention
@@ -74,6 +75,7 @@ _MECHANISMS: dict[str, type[Attention]] = {
     "taylor": TaylorAttention,
     "fox": ForgettingAttention,
     "log_window": LogWindowAttention,
+    "short_convolution": ShortConvolution,
 }
 
 

@@ -1,7 +1,7 @@
 """Names and layouts of tensors in transformers, for parameters of this package."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
+from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.models import LanguageModelConfig
 
 Tensors: TypeAlias = list[np.ndarray]
@@ -34,7 +35,9 @@ class Heads:
 
     @classmethod
     def of(cls, layer: Any) -> "Heads":
-        """The sizes of a layer."""
+        """The sizes of a layer; a short convolution counts as one head."""
+        if isinstance(layer, ShortConvolution):
+            return cls(1, 1, layer.model_dim, (layer.model_dim,) * 3, 0)
         is_rotary = getattr(layer.config, "positions", None) == "rotary"
         rotated = layer.config.rotated(layer.key_depth) if is_rotary else 0
         if isinstance(layer, MatrixStateAttention):  # queries and keys have as many heads
@@ -44,11 +47,6 @@ class Heads:
         depth = layer.key_depth
         widths = queries * depth, keys * depth, values * layer.value_depth
         return cls(layer.num_heads, keys, depth, widths, rotated)
-
-    def rows(self, part: int) -> slice:
-        """Rows of queries (0), keys (1) or values (2), if all are one after the other."""
-        start = sum(self.widths[:part])
-        return slice(start, start + self.widths[part])
 
     @property
     def order(self) -> np.ndarray:
@@ -122,21 +120,32 @@ THIRDS = Layout(
 """Layouts. PyTorch's linear layers have the transpose of our kernels; GPT-2's layers do not."""
 
 
-def _rows(part: int) -> Layout:
-    """Rows of queries, keys or values in a fused projection."""
-    return Layout(lambda x, heads: x[0][heads.rows(part)].T, lambda x, heads: [x.T], part)
+Sizes: TypeAlias = Callable[[Heads], Sequence[int]]
 
 
-def _taps(part: int) -> Layout:
-    """Filters of queries, keys or values in a fused convolution."""
-    return Layout(
-        lambda x, heads: x[0][heads.rows(part), 0].T, lambda x, heads: [x.T[:, None]], part
-    )
+def _rows(part: int, of: int | Sizes, layout: Layout = DENSE) -> Layout:
+    """The rows of one part of a fused tensor, with the layout of this part: of a number of equal
+    parts, or of parts with these numbers of rows."""
+
+    def to_ours(x: Tensors, heads: Heads) -> np.ndarray:
+        ends = of if isinstance(of, int) else np.cumsum(of(heads))
+        return layout.to_ours([np.split(x[0], ends)[part]], heads)
+
+    return Layout(to_ours, layout.to_theirs, part)
 
 
-def _half(part: int) -> Layout:
-    """Rows of one of two fused projections of equal width."""
-    return Layout(lambda x, heads: np.split(x[0], 2)[part].T, lambda x, heads: [x.T], part)
+def _qkv(heads: Heads) -> Sequence[int]:
+    return heads.widths
+
+
+def _convolved(heads: Heads) -> Sequence[int]:
+    """Mamba-2's x, B and C."""
+    return heads.widths[::-1]
+
+
+def _projected(heads: Heads) -> Sequence[int]:
+    """Mamba-2's z, x, B, C and dt."""
+    return heads.widths[2], *heads.widths[::-1], heads.num_heads
 
 
 FUSED = Layout(
@@ -153,7 +162,8 @@ OUTPUT_GATE = Layout(
 )
 
 # Module of this package -> (module in transformers, layout). A name with {} exists once per layer;
-# one with * is q, k and v. Names of layers of one mechanism begin with it instead of "blocks". A
+# {mixer} and {mlp} are numbers of layers where attention and MLP count as one each. One with * is
+# q, k and v. Names of layers of one mechanism begin with it instead of "blocks". A
 # key that ends with the name of a parameter has the name of a tensor.
 LLAMA: Names = {
     "embed": ("model.embed_tokens", SAME),
@@ -194,8 +204,8 @@ GPT_NEOX: Names = {
 }
 PHI3: Names = LLAMA | {
     "blocks.attention.project": ("model.layers.{}.self_attn.qkv_proj", FUSED),
-    "blocks.mlp.gate": ("model.layers.{}.mlp.gate_up_proj", _half(0)),
-    "blocks.mlp.up": ("model.layers.{}.mlp.gate_up_proj", _half(1)),
+    "blocks.mlp.gate": ("model.layers.{}.mlp.gate_up_proj", _rows(0, 2)),
+    "blocks.mlp.up": ("model.layers.{}.mlp.gate_up_proj", _rows(1, 2)),
 }
 OLMO2: Names = LLAMA | {
     "blocks.norm": ("model.layers.{}.post_attention_layernorm", SAME),
@@ -222,12 +232,21 @@ OLMO_HYBRID: Names = OLMO2 | {
 QWEN3_5: Names = LLAMA | {
     "blocks.attention.project": ("model.layers.{}.self_attn.*_proj", GATED),
     "blocks.attention.output_gate": ("model.layers.{}.self_attn.q_proj", OUTPUT_GATE),
-    "gated_deltanet.attention.query": (f"{DELTA}.in_proj_qkv", _rows(0)),
-    "gated_deltanet.attention.key": (f"{DELTA}.in_proj_qkv", _rows(1)),
-    "gated_deltanet.attention.value": (f"{DELTA}.in_proj_qkv", _rows(2)),
-    "gated_deltanet.attention.convolutions.0.taps": (f"{DELTA}.conv1d.weight", _taps(0)),
-    "gated_deltanet.attention.convolutions.1.taps": (f"{DELTA}.conv1d.weight", _taps(1)),
-    "gated_deltanet.attention.convolutions.2.taps": (f"{DELTA}.conv1d.weight", _taps(2)),
+    "gated_deltanet.attention.query": (f"{DELTA}.in_proj_qkv", _rows(0, _qkv)),
+    "gated_deltanet.attention.key": (f"{DELTA}.in_proj_qkv", _rows(1, _qkv)),
+    "gated_deltanet.attention.value": (f"{DELTA}.in_proj_qkv", _rows(2, _qkv)),
+    "gated_deltanet.attention.convolutions.0.taps": (
+        f"{DELTA}.conv1d.weight",
+        _rows(0, _qkv, TAPS),
+    ),
+    "gated_deltanet.attention.convolutions.1.taps": (
+        f"{DELTA}.conv1d.weight",
+        _rows(1, _qkv, TAPS),
+    ),
+    "gated_deltanet.attention.convolutions.2.taps": (
+        f"{DELTA}.conv1d.weight",
+        _rows(2, _qkv, TAPS),
+    ),
     "gated_deltanet.attention.decay": (f"{DELTA}.in_proj_a", DENSE),
     "gated_deltanet.attention.to_log_decay.log_rate": (f"{DELTA}.A_log", SAME),
     "gated_deltanet.attention.to_log_decay.bias": (f"{DELTA}.dt_bias", SAME),
@@ -235,6 +254,71 @@ QWEN3_5: Names = LLAMA | {
     "gated_deltanet.attention.gate": (f"{DELTA}.in_proj_z", DENSE),
     "gated_deltanet.attention.norm": (f"{DELTA}.norm", SAME),
     "gated_deltanet.attention.output": (f"{DELTA}.out_proj", DENSE),
+}
+CONV = "model.layers.{}.conv"
+LFM2: Names = LLAMA | {
+    "norm": ("model.embedding_norm", SAME),
+    "blocks.norm": ("model.layers.{}.operator_norm", SAME),
+    "blocks.attention.query_norm": ("model.layers.{}.self_attn.q_layernorm", NORM_OF_HEADS),
+    "blocks.attention.key_norm": ("model.layers.{}.self_attn.k_layernorm", NORM_OF_HEADS),
+    "blocks.attention.output": ("model.layers.{}.self_attn.out_proj", DENSE),
+    "blocks.mlp_norm": ("model.layers.{}.ffn_norm", SAME),
+    "blocks.mlp.gate": ("model.layers.{}.feed_forward.w1", DENSE),
+    "blocks.mlp.up": ("model.layers.{}.feed_forward.w3", DENSE),
+    "blocks.mlp.down": ("model.layers.{}.feed_forward.w2", DENSE),
+    "short_convolution.attention.input_gate": (f"{CONV}.in_proj", _rows(0, 3)),
+    "short_convolution.attention.output_gate": (f"{CONV}.in_proj", _rows(1, 3)),
+    "short_convolution.attention.value": (f"{CONV}.in_proj", _rows(2, 3)),
+    "short_convolution.attention.convolution.taps": (f"{CONV}.conv.weight", TAPS),
+    "short_convolution.attention.convolution.bias": (f"{CONV}.conv.bias", SAME),
+    "short_convolution.attention.output": (f"{CONV}.out_proj", DENSE),
+}
+
+
+def _mamba2(module: str) -> Names:
+    """Names of a layer of Mamba-2, a module of each layer."""
+    convolutions = {
+        f"mamba2.attention.convolutions.{index}.{leaf}": (
+            f"{module}.conv1d.{name}",
+            _rows(2 - index, _convolved, layout),
+        )
+        for index in range(3)
+        for leaf, name, layout in (("taps", "weight", TAPS), ("bias", "bias", SAME))
+    }
+    projections = {
+        f"mamba2.attention.{name}": (f"{module}.in_proj", _rows(part, _projected))
+        for part, name in enumerate(("gate", "value", "key", "query", "step"))
+    }
+    return {
+        **convolutions,
+        **projections,
+        "mamba2.attention.to_log_decay.log_rate": (f"{module}.A_log", SAME),
+        "mamba2.attention.to_log_decay.bias": (f"{module}.dt_bias", SAME),
+        "mamba2.attention.skip": (f"{module}.D", SAME),
+        "mamba2.attention.norm": (f"{module}.norm", SAME),
+        "mamba2.attention.output": (f"{module}.out_proj", DENSE),
+    }
+
+
+GRANITE_HYBRID: Names = {
+    **LLAMA,
+    **_mamba2("model.layers.{}.mamba"),
+    "blocks.mlp.gate": ("model.layers.{}.shared_mlp.input_linear", _rows(0, 2)),
+    "blocks.mlp.up": ("model.layers.{}.shared_mlp.input_linear", _rows(1, 2)),
+    "blocks.mlp.down": ("model.layers.{}.shared_mlp.output_linear", DENSE),
+}
+MIXER, MLP = "backbone.layers.{mixer}", "backbone.layers.{mlp}"
+NEMOTRON_H: Names = {
+    **_mamba2(f"{MIXER}.mixer"),
+    "embed": ("backbone.embeddings", SAME),
+    "unembed": ("lm_head", SAME),
+    "norm": ("backbone.norm_f", SAME),
+    "blocks.norm": (f"{MIXER}.norm", SAME),
+    "blocks.attention.project": (f"{MIXER}.mixer.*_proj", SEPARATE),
+    "blocks.attention.output": (f"{MIXER}.mixer.o_proj", DENSE),
+    "blocks.mlp_norm": (f"{MLP}.norm", SAME),
+    "blocks.mlp.up": (f"{MLP}.mixer.up_proj", DENSE),
+    "blocks.mlp.down": (f"{MLP}.mixer.down_proj", DENSE),
 }
 NAMES: dict[str, Names] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "smollm3", "granite"), LLAMA),
@@ -244,11 +328,17 @@ NAMES: dict[str, Names] = {
     "phi3": PHI3,
     "olmo2": OLMO2,
     "olmo_hybrid": OLMO_HYBRID,
+    "lfm2": LFM2,
+    "granitemoehybrid": GRANITE_HYBRID,
+    "nemotron_h": NEMOTRON_H,
 }
 """Names by `model_type`."""
 TEXT_PREFIXES: dict[str, str] = {"qwen3_5_text": "model.language_model."}
 """Beginnings of names, in place of "model.", in models of text and images."""
-IGNORED: dict[str, tuple[str, ...]] = {"qwen3_5_text": ("model.visual.", "mtp.")}
+IGNORED: dict[str, tuple[str, ...]] = {
+    "qwen3_5_text": ("model.visual.", "mtp."),
+    "nemotron_h": ("mtp.",),
+}
 """Beginnings of names of tensors that do not change the logits of text."""
 OTHER_NAMES: dict[str, Names] = {
     "olmo_hybrid": {"blocks.norm": ("model.layers.{}.feedforward_layer_norm", SAME)}
@@ -290,9 +380,19 @@ class Entry:
             yield from zip(names, self.layout.to_theirs(part, self.heads), strict=True)
 
 
+def places_of(config: LanguageModelConfig) -> list[dict[str, int]]:
+    """For each layer, the numbers `mixer` and `mlp` of attention and MLP if each counts as one."""
+    count, places = 0, []
+    for number in range(config.num_layers):
+        has_mlp = config.layers[number % len(config.layers)].has_mlp
+        places.append({"mixer": count, "mlp": count + has_mlp})
+        count += 1 + has_mlp
+    return places
+
+
 def entries(names: Names, config: LanguageModelConfig, paths: Iterable[str]) -> list[Entry]:
     """The parameters of a model by their paths, with their tensors in another library."""
-    layers, parameters = config.abstract_layers(), []
+    layers, parameters, places = config.abstract_layers(), [], places_of(config)
     for path in paths:
         whole, index, kinds = path.removesuffix(".value"), 0, [""]
         if in_block := _IN_BLOCK.fullmatch(whole):
@@ -306,9 +406,9 @@ def entries(names: Names, config: LanguageModelConfig, paths: Iterable[str]) -> 
         key, suffix = known[0]
         name = names[key][0] + suffix
         parts = [name.replace("*", x) for x in "qkv"] if "*" in name else [name]
-        is_stacked = "{}" in name
+        is_stacked = "{" in name
         numbers = range(index, config.num_layers, len(layers)) if is_stacked else range(1)
-        each = [[part.format(number) for part in parts] for number in numbers]
+        each = [[part.format(number, **places[number]) for part in parts] for number in numbers]
         parameters.append(Entry(path, each, is_stacked, names[key][1], Heads.of(layers[index])))
     return parameters
 

@@ -1,10 +1,11 @@
 """Residual blocks around attention."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from heinsen_jax.attention import mechanism
@@ -52,12 +53,12 @@ class Block(nnx.Module):
         build = mechanism(config.layer_pattern[index])
         sizes = config.model_dim, config.num_heads
         self.attention = build(*sizes, config.mechanisms()[index], **options)
-        self.has_mlp = config.mlp_kind is not None
-        if self.has_mlp:
+        kind = config.mlp_kind
+        self.has_mlp = kind is not None and config.layers[index].has_mlp
+        if kind is not None and self.has_mlp:
             self.mlp_norm = norm(config.model_dim, **options)
             has_bias = config.mlp_has_bias
-            is_tanh = config.mlp_kind == "gelu_tanh"
-            build_mlp = SwiGLU if config.mlp_kind == "swiglu" else partial(MLP, is_tanh=is_tanh)
+            build_mlp = SwiGLU if kind == "swiglu" else partial(MLP, activation=kind)
             self.mlp = build_mlp(config.model_dim, config.mlp_width, use_bias=has_bias, **options)
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1
         self.convolutions = nnx.List(
@@ -162,9 +163,21 @@ class Block(nnx.Module):
         return BlockState(attention, tuple(x.init_state(batch_shape) for x in self.convolutions))
 
 
+def squared_relu(x: Features) -> Features:
+    """max(x, 0)^2 (So et al., 2021, Primer, arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "squared_relu": squared_relu,
+}
+
+
 class MLP(nnx.Module):
-    """GELU(x W1 + b1) W2 + b2; without b1 and b2, if use_bias is False. GELU is approximated with
-    tanh, if is_tanh."""
+    """activation(x W1 + b1) W2 + b2, for one of `ACTIVATIONS`; without biases, if use_bias is
+    False."""
 
     def __init__(
         self,
@@ -172,16 +185,16 @@ class MLP(nnx.Module):
         wide: int,
         *,
         use_bias: bool = True,
-        is_tanh: bool = False,
+        activation: str,
         **options: Unpack[LayerOptions],
     ):
-        self.is_tanh = is_tanh
+        self.activation = activation
         self.up = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
         self.down = linear(wide, narrow, ("mlp", "embed"), use_bias=use_bias, **options)
 
     def __call__(self, x: Features) -> Features:
         wide = constrain(self.up(x), "tokens", "mlp")
-        return self.down(jax.nn.gelu(wide, approximate=self.is_tanh))
+        return self.down(ACTIVATIONS[self.activation](wide))
 
 
 class SwiGLU(nnx.Module):

@@ -20,7 +20,7 @@ from heinsen_jax.typing import config_dataclass
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
 Positions = Literal["recurrence", "learned", "none"]
 Norm = Literal["layer", "rms", "zero_centered_rms"]
-MLPKind = Literal["gelu", "gelu_tanh", "swiglu"]
+MLPKind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
 
 
 class BlockDefaults(NamedTuple):
@@ -90,8 +90,9 @@ class LanguageModelConfig:
     the same with the scale 1 + w, for w initially 0, also in mechanisms with an option
     `zero_centered_norm`."""
     mlp: MLPKind | None = None
-    """gelu: GELU(x W1) W2. gelu_tanh: the same with the approximation of GELU by tanh. swiglu:
-    (SiLU(x W1) * x W2) W3. The paper's block has no MLP."""
+    """gelu: GELU(x W1) W2. gelu_tanh: the same with the approximation of GELU by tanh.
+    squared_relu: max(x W1, 0)^2 W2. swiglu: (SiLU(x W1) * x W2) W3. The paper's block has no
+    MLP."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of all norms, including the norms in mechanisms with an option `norm_epsilon`. When
     None: 1e-5 for layer normalization, 1e-6 for RMS."""

@@ -16,6 +16,7 @@ from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.attention.rotary import RotaryOptions
+from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
@@ -24,6 +25,8 @@ from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
+RECURRENT = MatrixStateAttention, ShortConvolution
+"""Layers of a teacher that stay as they are."""
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
@@ -57,9 +60,10 @@ def linear_layers(
     chosen, *others = single_layers(parse_pattern([attention]))
     if others:
         raise UserError(f"attention={attention!r}: repeats are not allowed; choose layers by keep")
-    if chosen.norm_after:
+    if chosen.norm_after or not chosen.has_mlp:
         raise UserError(
-            f"attention={attention!r}: norms stay where the teacher has them; leave out norm_after"
+            f"attention={attention!r}: norms and MLPs stay where the teacher has them; leave out "
+            "norm_after and has_mlp"
         )
     teacher = _norms_as_options(teacher)
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
@@ -68,9 +72,9 @@ def linear_layers(
     for layer in range(teacher.num_layers):
         index = layer % len(old)
         new = old[index]
-        if layer not in kept and not isinstance(modules[index], MatrixStateAttention):
+        if layer not in kept and not isinstance(modules[index], RECURRENT):
             replaced = _replaced(teacher, modules[index], chosen)
-            new = replace(replaced, norm_after=new.norm_after)
+            new = replace(replaced, norm_after=new.norm_after, has_mlp=new.has_mlp)
         pairs.append((new, old[index]))
     return replace(teacher, attention=tuple(layer for layer, _ in shortest_period(pairs)))
 

@@ -37,14 +37,17 @@ class Layers:
     norm_after: bool = False
     """Whether the norms of a block follow attention and MLP, as in OLMo 2, instead of preceding
     them: x + norm(attention(x))."""
+    has_mlp: bool = True
+    """Whether the MLP of the block, if it has one, follows these layers."""
 
     def __hash__(self) -> int:
         options = frozenset(self.options.items())
-        return hash((self.mechanism, self.repeats, options, self.norm_after))
+        return hash((self.mechanism, self.repeats, options, self.norm_after, self.has_mlp))
 
     def __str__(self) -> str:
         fields = ({"repeats": self.repeats} if self.repeats > 1 else {}) | {**self.options}
         fields |= {"norm_after": True} if self.norm_after else {}
+        fields |= {} if self.has_mlp else {"has_mlp": False}
         pairs = ",".join(f"{name}={value}" for name, value in fields.items())
         return f"{self.mechanism}:{pairs}" if pairs else self.mechanism
 
@@ -116,7 +119,8 @@ def _entry(argument: str) -> str | Layers:
                 "mechanism:option=value,option=value"
             )
         fields[name] = _value(value)
-    own = {name: fields.pop(name) for name in ("repeats", "norm_after") if name in fields}
+    names = "repeats", "norm_after", "has_mlp"
+    own = {name: fields.pop(name) for name in names if name in fields}
     values = {"mechanism": mechanism, "options": fields, **own}
     try:
         return pydantic.TypeAdapter(Layers).validate_python(values)

@@ -27,6 +27,7 @@ FLOPS = {
     "kda": 6144.0,
     "mlstm": 2048.0,
     "log_window": 23568.0,
+    "short_convolution": 0.0,
 }
 """For 512 tokens, 4 heads and a width of 64."""
 

@@ -134,18 +134,34 @@ def hgrn2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
 
 
 def mamba2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
-    """h_t = exp(A dt) h_(t-1) + dt B x, y = C h + D x, with B and C of all heads."""
+    """h_t = exp(A dt) h_(t-1) + dt B x, y = C h + D x, with B and C of the heads of a group."""
     assert is_causal
-    c, b, value = projected(layer, p, x)
+    groups = layer.config.num_key_heads
+    arrays = projected(layer, p, x)
+    c, b = (np.split(array, groups, axis=1) for array in arrays[:2])
     step = softplus(x @ p["step.kernel"] + p["to_log_decay.bias"])
     decay = np.exp(-np.exp(p["to_log_decay.log_rate"]) * step)
     y = []
-    for head, v in enumerate(split(layer, value)):
+    for head, v in enumerate(split(layer, arrays[2])):
+        group = head * groups // layer.num_heads
         written = step[:, head, None] * v
-        o = recurrence(c, b, written, decay[:, head, None], np.zeros(len(x)), 1.0)
+        o = recurrence(c[group], b[group], written, decay[:, head, None], np.zeros(len(x)), 1.0)
         y.append(o + p["skip"][head] * v)
     gated = np.concatenate(y, 1) * silu(x @ p["gate.kernel"])
-    return rms(gated, p["norm.scale"]) @ p["output.kernel"]
+    ones = np.ones(gated.shape[1] // groups)
+    normed = [rms(part, ones) for part in np.split(gated, groups, axis=1)]
+    return (np.concatenate(normed, 1) * p["norm.scale"]) @ p["output.kernel"]
+
+
+def short_convolution(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """y = (c * convolution(b * v)) Wo for b, c and v linear in x."""
+    assert is_causal
+    gates = {
+        name: x @ p[f"{name}.kernel"] + p.get(f"{name}.bias", 0)
+        for name in ("input_gate", "output_gate", "value")
+    }
+    mixed = convolve(p, "convolution", gates["input_gate"] * gates["value"])
+    return (gates["output_gate"] * mixed) @ p["output.kernel"] + p.get("output.bias", 0)
 
 
 def delta(layer: Any, p: Any, x: Array, decay: Array) -> list[Array]:
@@ -220,4 +236,5 @@ MATRIX_ORACLES: dict[str, Callable[[Any, Any, Array, bool], Array]] = {
     "gated_deltanet": gated_deltanet,
     "kda": kda,
     "mlstm": mlstm,
+    "short_convolution": short_convolution,
 }

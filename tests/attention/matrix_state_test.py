@@ -51,7 +51,7 @@ def test_default_widths_are_published_multiples(name):
     assert (layer.key_depth, layer.value_depth) == depths[name]
 
 
-@pytest.mark.parametrize("name", ["retnet", "gated_deltanet", "mlstm"])
+@pytest.mark.parametrize("name", ["retnet", "gated_deltanet", "mlstm", "short_convolution"])
 def test_chunks_equal_one_pass(name):
     """Also positions and convolutions continue."""
     assert_chunks_equal_one_pass(random_layer(name), [4, 3])

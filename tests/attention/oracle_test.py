@@ -104,6 +104,12 @@ VARIANTS |= {
     "hgrn2": ("hgrn2", {}),
     "hgrn2, lower bound": ("hgrn2", {"lower_bound": 0.3, "key_depth": 5}),
     "mamba2": ("mamba2", {"key_depth": 5}),
+    "mamba2, groups": (
+        "mamba2",
+        {"key_depth": 5, "num_key_heads": 2, "num_value_heads": 6, "convolution_bias": False},
+    ),
+    "short_convolution": ("short_convolution", {}),
+    "short_convolution, biases": ("short_convolution", {"use_bias": True, "convolution_size": 5}),
     "deltanet": ("deltanet", {}),
     "deltanet, no convolutions": ("deltanet", {"convolution_size": 0, "value_depth": 3}),
     "gated_deltanet": ("gated_deltanet", {"key_depth": 3, "negative_eigenvalues": True}),

@@ -48,6 +48,9 @@ MATRICES: dict[str, set[str]] = {
     "taylor": HEADS,
     "fox": HEADS | {"forget_gate.kernel"},
     "log_window": HEADS | FEATURES,
+    "short_convolution": {
+        *("input_gate.kernel", "output_gate.kernel", "value.kernel", "output.kernel")
+    },
 }
 """The matrices of each mechanism with its defaults."""
 

@@ -1,5 +1,7 @@
 """Architectures of a `config.json`: defaults of each family."""
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -115,9 +117,107 @@ def test_hybrids():
     assert qwen.layer_pattern == ("gated_deltanet", "gqa")
 
 
+def test_short_convolutions():
+    """With the fields of LFM2-1.2B, and as transformers writes it."""
+    published = {
+        **{"vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "num_heads": 32, "num_key_value_heads": 8},
+        **{"block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256},
+        **{"block_ffn_dim_multiplier": 1.0, "block_dim": 2048, "block_norm_eps": 1e-5},
+        **{"block_use_swiglu": True, "block_mlp_init_scale": 1.0, "conv_use_xavier_init": True},
+        **{"conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048},
+        **{"full_attn_idxs": [2], "norm_eps": 1e-5, "rope_theta": 1e6, "use_pos_enc": True},
+    }
+    lfm = model("lfm2", **published)
+    assert lfm.layer_pattern == ("short_convolution",) * 2 + ("gqa", "short_convolution")
+    assert (lfm.mlp_width, lfm.norm_epsilon, lfm.tie_embeddings) == (8192, 1e-5, True)
+    convolution, _, softmax, _ = lfm.mechanisms()
+    assert (convolution.convolution_size, convolution.use_bias) == (3, False)
+    assert (softmax.query_key_norm, softmax.rotary_base, softmax.num_kv_heads) == (True, 1e6, 8)
+    types = ["conv", "conv", "full_attention", "conv"]
+    written = {"layer_types": types, "intermediate_size": 12288, "tie_word_embeddings": False}
+    others = {k: v for k, v in published.items() if k not in ("block_ff_dim", "full_attn_idxs")}
+    assert dataclasses.replace(model("lfm2", **others | written), tie_embeddings=True) == lfm
+    wide = model("lfm2", **published | {"block_ffn_dim_multiplier": 1.3, "tie_embedding": False})
+    assert (wide.mlp_width, wide.tie_embeddings) == (10752, False)
+    assert model("lfm2", **published | {"full_attn_idxs": None}).layer_pattern == ("gqa",)
+
+
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 5}
+GRANITE = SIZES | MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 48}
+NEMOTRON = SIZES | {"num_hidden_layers": 7, "num_key_value_heads": 2}
+PATTERN = {"hybrid_override_pattern": "M-M*-M-"}
+
+
+def test_layers_of_mamba():
+    kinds = {"layer_types": ["mamba", "attention"]}
+    more = {"normalization_function": "rmsnorm", "init_method": "mup", "rope_theta": 1e4}
+    limits = [[0.0, math.inf], [0.0, {"__float__": "Infinity"}], None]
+    for limit in limits:
+        config = model("granitemoehybrid", **GRANITE, **kinds, **more, time_step_limit=limit)
+    assert config.layer_pattern == ("mamba2", "gqa")
+    assert config.mlp_width == 48
+    mamba, softmax = config.mechanisms()
+    assert (mamba.num_value_heads, mamba.num_key_heads) == (4, 1)
+    assert (mamba.key_depth, mamba.value_depth, mamba.convolution_bias) == (5, 8, True)
+    assert softmax.positions == "none"
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    config = model("granitemoehybrid", **GRANITE, **kinds, position_embedding_type="rope")
+    assert config.mechanisms()[1].positions == "rotary"
+    config = model("nemotron_h", **NEMOTRON | PATTERN)
+    assert [str(x).partition(":")[0] for x in config.layers] == [
+        "mamba2",
+        "mamba2",
+        "gqa",
+        "mamba2",
+    ]
+    assert [x.has_mlp for x in config.layers] == [True, False, True, True]
+    assert (config.mlp_kind, config.num_layers, config.key_depth) == ("squared_relu", 4, 128)
+    mamba, _, softmax, _ = config.mechanisms()
+    assert (mamba.num_value_heads, mamba.num_key_heads, mamba.value_depth) == (128, 8, 64)
+    assert softmax.positions == "none"
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
+    listed = {"layers_block_type": [kinds[x] for x in PATTERN["hybrid_override_pattern"]]}
+    assert model("nemotron_h", **NEMOTRON | listed) == config
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
+        ("lfm2", {"layer_types": ["conv"]}, "layer_types has 1 layers, but"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0 is unsupported"),
+        ("lfm2", {"norm_eps": 0}, "norm_eps=0 is unsupported"),
+        ("granitemoehybrid", GRANITE | {"num_local_experts": 62}, "num_local_experts=62 is unsup"),
+        (
+            "granitemoehybrid",
+            GRANITE | {"mamba_n_heads": 5},
+            "mamba_expand . hidden_size = 32 must",
+        ),
+        ("granitemoehybrid", GRANITE | {"mamba_proj_bias": True}, "mamba_proj_bias=True is unsup"),
+        (
+            "granitemoehybrid",
+            GRANITE | {"time_step_limit": [0.0, 1.0]},
+            "steps with limits are uns",
+        ),
+        ("granitemoehybrid", GRANITE | {"mlp_bias": True}, "mlp_bias is unsupported in granitemoe"),
+        (
+            "nemotron_h",
+            NEMOTRON | {"hybrid_override_pattern": "MEM*MEM"},
+            "must have layers M, . and",
+        ),
+        ("nemotron_h", NEMOTRON | {"layers_block_type": ["moe"]}, "layers_block_type=.* must have"),
+        (
+            "nemotron_h",
+            NEMOTRON | {"hybrid_override_pattern": "-M"},
+            "must have layers - after M or",
+        ),
+        ("nemotron_h", NEMOTRON | PATTERN | {"num_hidden_layers": 5}, "has 7 layers, not 5"),
+        (
+            "nemotron_h",
+            NEMOTRON | PATTERN | {"sliding_window": 64},
+            "sliding_window=64 is unsupported",
+        ),
+        ("nemotron_h", NEMOTRON | PATTERN | {"rope_theta": 1e4}, "rope_theta=10000.0 is unknown"),
         ("olmo_hybrid", {"layer_types": ["linear_attention"]}, "layer_types has 1 layers, but"),
         ("olmo_hybrid", {"layer_types": ["full_attention"] * 2}, "layers of both kinds"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is uns"),

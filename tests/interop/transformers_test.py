@@ -37,7 +37,8 @@ from tests.models.small import apply, random_model
 FOLDER = GOLDEN_FOLDER / "transformers"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid", "granite", "qwen3_5"}
-HYBRIDS = [name for name in NAMES if "hybrid" in name or name == "qwen3_5"]
+SHORT |= {"lfm2", "nemotron_h"}
+HYBRIDS = [x for x in NAMES if "hybrid" in x or x in ("qwen3_5", "lfm2", "nemotron_h")]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:

@@ -97,15 +97,23 @@ def test_hybrid_teachers_keep_their_layers_of_constant_state():
     scaled = replace(TEACHER, attention=Layers("softmax", options={"scale": 0.1}))
     with pytest.raises(UserError, match=r"have scale=0\.1, but taylor has no such option"):
         linear_layers(scaled, "taylor")
-    with pytest.raises(UserError, match="leave out norm_after"):
-        linear_layers(TEACHER, "taylor:norm_after=true")
+    for field in ("norm_after=true", "has_mlp=false"):
+        with pytest.raises(UserError, match="leave out norm_after and has_mlp"):
+            linear_layers(TEACHER, f"taylor:{field}")
 
 
-def test_norms_stay_where_they_are():
-    pattern = Layers("softmax", norm_after=True), "softmax"
+def test_short_convolutions_stay():
+    pattern = "short_convolution", "softmax"
+    teacher = LanguageModelConfig(block="llama", attention=pattern, num_layers=4)
+    assert linear_layers(teacher, "taylor").layer_pattern == ("short_convolution", "taylor")
+
+
+def test_norms_and_mlps_stay_where_they_are():
+    pattern = Layers("softmax", norm_after=True), Layers("softmax", has_mlp=False)
     teacher = LanguageModelConfig(block="llama", attention=pattern, num_layers=4)
     layers = linear_layers(teacher, "taylor", ["3"]).layers
     assert [layer.norm_after for layer in layers] == [True, False, True, False]
+    assert [layer.has_mlp for layer in layers] == [True, False, True, False]
     lora = with_lora(teacher, 2)
     assert [layer.norm_after for layer in lora.layers] == [True, False]
 

@@ -135,6 +135,7 @@ def test_the_decay_block_is_a_standard_block_of_these_parts():
         {"norm": "rms", "mlp": "gelu"},
         {"norm": "zero_centered_rms", "mlp": "gelu"},
         {"norm": "rms", "mlp": "gelu_tanh", "norm_epsilon": 0.1},
+        {"norm": "rms", "mlp": "squared_relu"},
     ],
 )
 def test_norm_and_mlp_follow_their_formulas(x64, style):
@@ -163,7 +164,9 @@ def test_norm_and_mlp_follow_their_formulas(x64, style):
     tokens = np.array([[3, 1, 4, 1, 5, 9]])
     x = np.asarray(ours.embed.embedding[...])[tokens]
     h = rms(x, weights["mlp_norm"]["scale"])
-    if has_bias:
+    if style.get("mlp") == "squared_relu":
+        wide = np.maximum(dense("up", h), 0) ** 2
+    elif has_bias:
         is_tanh = style["mlp"] == "gelu_tanh"
         wide = np.asarray(jax.nn.gelu(dense("up", h), approximate=is_tanh))
     else:
@@ -230,6 +233,20 @@ def test_norms_after_attention_and_mlp_follow_their_formula():
     y, _ = block(x, state=None, return_state=False)
     x = x + block.norm(block.attention(x))
     np.testing.assert_allclose(y, x + block.mlp_norm(block.mlp(x)), atol=1e-6)
+
+
+def test_layers_without_an_mlp():
+    pattern = Layers("softmax", has_mlp=False), "softmax"
+    ours = model(block="llama", attention=pattern, num_layers=2)
+    alone, with_mlp = (nnx.state(block, nnx.Param) for block in ours.blocks)
+    assert "mlp" not in alone
+    assert "mlp_norm" not in alone
+    assert "mlp" in with_mlp
+    x = jax.random.normal(jax.random.key(0), (1, 9, 12))
+    graph, stacked = nnx.split(ours.blocks[0])
+    block = nnx.merge(graph, jax.tree.map(lambda x: x[0], stacked))
+    y, _ = block(x, state=None, return_state=False)
+    np.testing.assert_allclose(y, x + block.attention(block.norm(x)), atol=1e-6)
 
 
 def test_the_output_projection_has_its_own_bias():

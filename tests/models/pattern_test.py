@@ -45,10 +45,11 @@ def test_the_decay_of_a_block_is_that_of_log_attention():
 
 
 NORMED = Layers("gqa", repeats=2, norm_after=True)
+ALONE = Layers("gqa", options={"num_kv_heads": 2}, has_mlp=False)
 
 
 @pytest.mark.parametrize(
-    "attention", ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", "log", NORMED)]
+    "attention", ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", "log", NORMED, ALONE)]
 )
 def test_json_and_command_line_restore_a_pattern(attention):
     config = LanguageModelConfig(attention=attention, num_layers=20)
@@ -65,6 +66,7 @@ def test_equal_patterns_hash_alike():
     assert hash(swapped) == hash(HYBRID[0])
     assert len({HYBRID[0], Layers("log", repeats=3), Layers("log")}) == 3
     assert len({NORMED, Layers("gqa", repeats=2)}) == 2
+    assert len({ALONE, Layers("gqa", options={"num_kv_heads": 2})}) == 2
 
 
 def test_values_on_the_command_line_have_types():

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import safe_open
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.tensors import Names
+from heinsen_jax.interop.tensors import Names, places_of
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.runs.weights import (
     INDEX_FILE,
@@ -153,14 +153,15 @@ class Checkpoint:
             {self.embedding: (config.vocab_size, config.model_dim)},
             {} if embedding is None else {self.embedding: embedding},
         )
-        stacked = next(name for name, _ in self._names.values() if "{}" in name)
-        pattern = re.escape(stacked.partition("{}")[0]) + r"(\d+)\."
+        stacked = next(name for name, _ in self._names.values() if "{" in name)
+        pattern = re.escape(stacked.partition("{")[0]) + r"(\d+)\."
         matches = (re.match(pattern, name) for name in self.tensors)
         layers = {match[1] for match in matches if match}
-        if len(layers) != config.num_layers:
+        number = config.num_layers if "{}" in stacked else places_of(config)[-1]["mlp"] + 1
+        if len(layers) != number:
             raise UserError(
-                f"{self.folder}: config.json describes {config.num_layers} layers, but the weights "
-                f"have {len(layers)}; correct that file, or fetch the weights again"
+                f"{self.folder}: config.json describes {number} layers, but the weights have "
+                f"{len(layers)}; correct that file, or fetch the weights again"
             )
 
     def check_count(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

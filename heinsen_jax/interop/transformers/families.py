@@ -15,10 +15,17 @@ from heinsen_jax.interop.transformers.family import (
     IRRELEVANT,
     Activation,
     Family,
+    Granite,
     LlamaLike,
     Olmo2,
 )
-from heinsen_jax.interop.transformers.hybrids import OlmoHybrid, Qwen35Text
+from heinsen_jax.interop.transformers.hybrids import (
+    GraniteHybrid,
+    Lfm2,
+    NemotronH,
+    OlmoHybrid,
+    Qwen35Text,
+)
 from heinsen_jax.interop.transformers.rope import (
     OBJECTS,
     Given,
@@ -112,24 +119,6 @@ class SmolLM3(QwenLike):
         return tuple(shortest_period([layers[x] for x in rotary]))
 
 
-class Granite(LlamaLike):
-    """Granite 3, dense."""
-
-    model_type = "granite"
-    architecture = "GraniteForCausalLM"
-
-    num_key_value_heads: Size | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    embedding_multiplier: PositiveFloat = 1.0
-    residual_multiplier: PositiveFloat = 1.0
-    attention_multiplier: PositiveFloat = 1.0
-    logits_scaling: PositiveFloat = 1.0
-
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        return Layers("gqa", options=options | {"scale": self.attention_multiplier})
-
-
 class Phi3(LlamaLike):
     """Phi 3 and 4, without LongRoPE."""
 
@@ -217,7 +206,7 @@ FAMILIES: dict[str, type[Family]] = {
     family.model_type: family
     for family in (
         *(Llama, Qwen2, Qwen3, Qwen35Text, Mistral, SmolLM3, Granite, Phi3, Olmo2, OlmoHybrid),
-        *(GPT2, GPTNeoX),
+        *(GraniteHybrid, NemotronH, Lfm2, GPT2, GPTNeoX),
     )
 }
 
@@ -267,11 +256,13 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
             f"{path}: model_type={kind!r} is unsupported; choose a model of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    nullable = {*family.model_fields, *(["rope_theta"] if family.may_lack_positions else [])}
+    own = {name for key, field in family.model_fields.items() for name in (key, field.alias)}
+    nullable = {*own, *(["rope_theta"] if family.may_lack_positions else [])}
     known = {
         k: v
         for k, v in fields.items()
-        if k not in IRRELEVANT | {"model_type"} and (v is not None or k in nullable)
+        if k not in IRRELEVANT | family.ignored | {"model_type"}
+        and (v is not None or k in nullable)
     }
     given: dict[str, Given] = {}
     try:

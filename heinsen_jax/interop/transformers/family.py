@@ -30,7 +30,16 @@ IRRELEVANT = {
     *("attention_probs_dropout_prob", "hidden_dropout_prob"),
     *("linear_a_log_min", "linear_a_log_max"),
     *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "init_method"),
+    *("rescale_prenorm_residual", "block_use_xavier_init", "conv_use_xavier_init"),
+    *("block_mlp_init_scale", "block_out_init_scale"),
+    # experts, in families that have models without any
+    *("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits"),
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_latent_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "norm_topk_prob"),
+    *("routed_scaling_factor", "n_group", "topk_group"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"),
+    *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     # other heads and tasks than the readout
     *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
@@ -39,7 +48,9 @@ IRRELEVANT = {
     # outputs of a call, and the order of its computation
     *("output_attentions", "output_hidden_states", "output_scores", "output_past", "return_dict"),
     *("use_return_dict", "return_dict_in_generate", "use_cache", "is_decoder"),
-    *("chunk_size_feed_forward", "reorder_and_upcast_attn"),
+    *("chunk_size_feed_forward", "reorder_and_upcast_attn", "num_logits_to_keep"),
+    *("logits_to_keep", "chunk_size", "mamba_chunk_size", "use_mamba_kernels"),
+    *("residual_in_fp32", "mamba_ssm_cache_dtype"),
     # defaults of generation
     *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p"),
     *("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty"),
@@ -82,6 +93,8 @@ class Family(Fields):
     rope_names: ClassVar[dict[str, str]] = {}
     """Further names of fields for rotary positions outside of `rope_parameters` and
     `rope_scaling`."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Further fields that do not change the logits."""
     may_lack_positions: ClassVar[bool] = False
     """Whether `rope_theta` may be null, for softmax attention without positions."""
 
@@ -91,6 +104,13 @@ class Family(Fields):
     tie_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
     add_cross_attention: Literal[False] = pydantic.Field(False, exclude=True)
     use_bfloat16: Literal[False] = pydantic.Field(False, exclude=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _has_each_field_once(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Drop a field that is present under its alias, too, which transformers prefers."""
+        aliases = {name: field.alias for name, field in cls.model_fields.items()}
+        return {k: v for k, v in fields.items() if aliases.get(k) not in fields}
 
     @pydantic.model_validator(mode="after")
     def _has_positions(self) -> "Family":
@@ -110,7 +130,7 @@ class Family(Fields):
 
     def to_json(self) -> dict[str, JSON]:
         """The fields as versions 4 and 5 of transformers read them."""
-        fields = self.model_dump(exclude={"rope"})
+        fields = self.model_dump(exclude={"rope"}, by_alias=True)
         if fields.get("max_position_embeddings", ...) is None:  # transformers has a default
             del fields["max_position_embeddings"]
         rope = getattr(self, "rope", None)
@@ -207,6 +227,24 @@ class LlamaLike(Family):
             key_depth=depth,
             value_depth=depth,
         )
+
+
+class Granite(LlamaLike):
+    """Granite 3, dense."""
+
+    model_type = "granite"
+    architecture = "GraniteForCausalLM"
+
+    num_key_value_heads: Size | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: PositiveFloat = 1.0
+    residual_multiplier: PositiveFloat = 1.0
+    attention_multiplier: PositiveFloat = 1.0
+    logits_scaling: PositiveFloat = 1.0
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        return Layers("gqa", options=options | {"scale": self.attention_multiplier})
 
 
 class Olmo2(LlamaLike):

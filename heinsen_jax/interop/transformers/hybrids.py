@@ -1,16 +1,18 @@
-"""Families of models with layers of the gated delta rule and of softmax attention."""
+"""Families of models with layers of softmax attention and of other mechanisms."""
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import PositiveFloat
 
 from heinsen_jax.attention.registry import FieldValue
-from heinsen_jax.interop.transformers.family import LlamaLike, Olmo2
+from heinsen_jax.interop.transformers.family import Family, Granite, LlamaLike, Olmo2
 from heinsen_jax.interop.transformers.rope import Rope, Size
-from heinsen_jax.models import Layers
+from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.pattern import Pattern, shortest_period
+from heinsen_jax.typing import JSON
 
 
 def default_layer_types(interval: int, number: int) -> list[str]:
@@ -21,10 +23,9 @@ def default_layer_types(interval: int, number: int) -> list[str]:
     ]
 
 
-def layers_of(types: Sequence[str], linear: dict[str, FieldValue], softmax: Layers) -> Pattern:
-    """The attention layers of these types, with options of Gated DeltaNet."""
-    delta = Layers("gated_deltanet", options=linear)
-    pattern = [delta if kind == "linear_attention" else softmax for kind in types]
+def layers_of(types: Sequence[str], linear: Layers, softmax: Layers) -> Pattern:
+    """The attention layers of these types: `softmax` for full_attention, `linear` for others."""
+    pattern = [softmax if kind == "full_attention" else linear for kind in types]
     return tuple(shortest_period(pattern))
 
 
@@ -71,7 +72,8 @@ class OlmoHybrid(Olmo2):
             "negative_eigenvalues": self.linear_allow_neg_eigval,
             "norm_epsilon": 1e-5,
         }
-        return layers_of(self.types, linear, self.softmax(options))
+        delta = Layers("gated_deltanet", options=linear)
+        return layers_of(self.types, delta, self.softmax(options))
 
 
 class Qwen35Text(LlamaLike):
@@ -105,6 +107,211 @@ class Qwen35Text(LlamaLike):
             "value_depth": self.linear_value_head_dim,
             "convolution_size": self.linear_conv_kernel_dim,
         }
-        softmax = options | {"query_key_norm": True, "output_gate": "feature"}
+        delta = Layers("gated_deltanet", options=linear)
+        gates = {"query_key_norm": True, "output_gate": "feature"}
+        softmax = Layers("gqa", options=options | gates)
         default = default_layer_types(self.full_attention_interval or 4, self.num_hidden_layers)
-        return layers_of(self.layer_types or default, linear, Layers("gqa", options=softmax))
+        return layers_of(self.layer_types or default, delta, softmax)
+
+
+class Lfm2(LlamaLike):
+    """LFM2: layers of short convolutions and of softmax attention."""
+
+    model_type = "lfm2"
+    architecture = "Lfm2ForCausalLM"
+    has_head_dim = False
+    ignored = frozenset(
+        ("block_dim", "block_norm_eps", "block_use_swiglu", "conv_dim", "conv_dim_out")
+    ) | {"num_heads", "theta", "use_pos_enc"}
+
+    tie_word_embeddings: bool = pydantic.Field(True, alias="tie_embedding")
+    num_key_value_heads: Size | None = 8
+    rope: Rope = Rope(rope_theta=1e6)
+    rms_norm_eps: PositiveFloat = pydantic.Field(1e-5, alias="norm_eps")
+    intermediate_size: Size = pydantic.Field(alias="block_ff_dim")
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: PositiveFloat | None = 1.0
+    block_multiple_of: Size = 256
+    conv_L_cache: Size = 3
+    conv_bias: bool = False
+    full_attn_idxs: list[int] | None = pydantic.Field(None, exclude=True)
+    layer_types: list[Literal["conv", "full_attention"]] | None = None
+
+    def sizes(self) -> dict[str, Any]:
+        width, multiple = self.intermediate_size, self.block_multiple_of
+        if self.block_auto_adjust_ff_dim:
+            width = 2 * width // 3
+            if self.block_ffn_dim_multiplier is not None:
+                width = math.ceil(int(self.block_ffn_dim_multiplier * width) / multiple) * multiple
+        return super().sizes() | {"mlp_dim": width}
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        layers = range(self.num_hidden_layers)
+        full = layers if self.full_attn_idxs is None else self.full_attn_idxs
+        default = ["full_attention" if layer in full else "conv" for layer in layers]
+        sizes = {"convolution_size": self.conv_L_cache, "use_bias": self.conv_bias}
+        convolution = Layers("short_convolution", options=sizes)
+        softmax = Layers("gqa", options=options | {"query_key_norm": True})
+        return layers_of(self.layer_types or default, convolution, softmax)
+
+
+def _unlimited(value: Any) -> None:
+    if value not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None):
+        raise ValueError("steps with limits are unsupported; choose another model")
+
+
+Unlimited = Annotated[Any, pydantic.AfterValidator(_unlimited)]
+
+
+class GraniteHybrid(Granite):
+    """Granite 4 without experts: layers of Mamba-2 and of softmax attention."""
+
+    model_type = "granitemoehybrid"
+    architecture = "GraniteMoeHybridForCausalLM"
+    ignored = frozenset(["intermediate_size", "normalization_function"])
+
+    num_local_experts: Literal[0]
+    intermediate_size: Size = pydantic.Field(alias="shared_intermediate_size")
+    position_embedding_type: Literal["rope", "nope"] | None = None
+    layer_types: (
+        list[Literal["mamba", "attention", "linear_attention", "full_attention"]] | None
+    ) = None
+    mamba_n_heads: Size = 128
+    mamba_n_groups: Size = 1
+    mamba_d_state: Size = 256
+    mamba_d_head: Size | Literal["auto"] = "auto"
+    mamba_d_conv: Size = 4
+    mamba_expand: Size = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    time_step_limit: Unlimited = pydantic.Field(None, exclude=True)
+
+    @pydantic.model_validator(mode="after")
+    def _has_the_width_of_its_heads(self) -> "GraniteHybrid":
+        if self.mlp_bias:
+            raise ValueError("mlp_bias is unsupported in granitemoehybrid; remove it")
+        width = self.mamba_expand * self.hidden_size
+        depth = width // self.mamba_n_heads if self.mamba_d_head == "auto" else self.mamba_d_head
+        if depth * self.mamba_n_heads != width:
+            raise ValueError(
+                f"mamba_expand * hidden_size = {width} must be mamba_n_heads * mamba_d_head"
+            )
+        return self
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        if self.position_embedding_type != "rope":
+            options = options | Rope(rope_theta=None).options()
+            options = {k: v for k, v in options.items() if not k.startswith("rotary_")}
+        mamba = Layers(
+            "mamba2",
+            options={
+                "num_value_heads": self.mamba_n_heads,
+                "num_key_heads": self.mamba_n_groups,
+                "key_depth": self.mamba_d_state,
+                "value_depth": self.mamba_expand * self.hidden_size // self.mamba_n_heads,
+                "convolution_size": self.mamba_d_conv,
+                "convolution_bias": self.mamba_conv_bias,
+            },
+        )
+        softmax = Layers("gqa", options=options | {"scale": self.attention_multiplier})
+        kinds = {"attention": "full_attention", "mamba": "linear_attention"}
+        types = self.layer_types or ["mamba"] * self.num_hidden_layers
+        return layers_of([kinds.get(kind, kind) for kind in types], mamba, softmax)
+
+    def to_json(self) -> dict[str, JSON]:
+        """The fields, with the published types of layers, which all versions read."""
+        kinds = {"full_attention": "attention", "linear_attention": "mamba"}
+        types = self.layer_types and [kinds.get(kind, kind) for kind in self.layer_types]
+        return super().to_json() | {"layer_types": types}
+
+
+class NemotronH(Family):
+    """Nemotron-H without experts: layers of Mamba-2 and of softmax attention, some with an MLP."""
+
+    model_type = "nemotron_h"
+    architecture = "NemotronHForCausalLM"
+    ignored = frozenset(["rms_norm_eps", "expand", "attention_head_dim"])
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = 8
+    head_dim: Size = 128
+    max_position_embeddings: Size | None = None
+    layer_norm_epsilon: PositiveFloat = 1e-5
+    hybrid_override_pattern: str | None = None
+    layers_block_type: list[str] | None = pydantic.Field(None, exclude=True)
+    number: Size | None = pydantic.Field(None, alias="num_hidden_layers", exclude=True)
+    mlp_hidden_act: Literal["relu2"] = "relu2"
+    mlp_bias: bool = False
+    attention_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    use_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    sliding_window: None = pydantic.Field(None, exclude=True)
+    mamba_num_heads: Size = 128
+    mamba_head_dim: Size = 64
+    n_groups: Size = 8
+    ssm_state_size: Size = 128
+    conv_kernel: Size = 4
+    use_conv_bias: bool = True
+    mamba_hidden_act: Literal["silu"] = pydantic.Field("silu", exclude=True)
+    mamba_proj_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    time_step_limit: Unlimited = pydantic.Field(None, exclude=True)
+
+    LETTERS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("linear_attention", "mamba"), "M"),
+        **dict.fromkeys(("full_attention", "attention"), "*"),
+        "mlp": "-",
+        "moe": "E",
+    }
+
+    @property
+    def pattern(self) -> str:
+        """The layers as letters: M of Mamba-2, * of softmax attention, - of an MLP."""
+        if self.layers_block_type is None:
+            return self.hybrid_override_pattern or ""
+        return "".join(self.LETTERS.get(kind, "?") for kind in self.layers_block_type)
+
+    @pydantic.model_validator(mode="after")
+    def _has_known_layers(self) -> "NemotronH":
+        name = "hybrid_override_pattern" if self.layers_block_type is None else "layers_block_type"
+        if {*self.pattern} - {*"M*-"}:
+            raise ValueError(f"{name}={getattr(self, name)!r} must have layers M, * and - alone")
+        if not self.pattern or self.pattern.startswith("-") or "--" in self.pattern:
+            raise ValueError(f"{name}={getattr(self, name)!r} must have layers - after M or *")
+        if self.number not in (None, len(self.pattern)):
+            raise ValueError(f"{name} has {len(self.pattern)} layers, not {self.number}")
+        return self
+
+    def to_json(self) -> dict[str, JSON]:
+        return super().to_json() | {"num_hidden_layers": len(self.pattern)}
+
+    def to_model(self) -> LanguageModelConfig:
+        mamba: dict[str, FieldValue] = {
+            "num_value_heads": self.mamba_num_heads,
+            "num_key_heads": self.n_groups,
+            "key_depth": self.ssm_state_size,
+            "value_depth": self.mamba_head_dim,
+            "convolution_size": self.conv_kernel,
+            "convolution_bias": self.use_conv_bias,
+        }
+        softmax: dict[str, FieldValue] = {
+            "num_kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "use_bias": False,
+            "positions": "none",
+        }
+        kinds = {"M": ("mamba2", mamba), "*": ("gqa", softmax)}
+        layers = [
+            Layers(kinds[letter][0], options=kinds[letter][1], has_mlp=after == "-")
+            for letter, after in zip(self.pattern, self.pattern[1:] + " ", strict=True)
+            if letter != "-"
+        ]
+        return LanguageModelConfig(
+            **self.sizes(),
+            num_layers=len(layers),
+            attention=tuple(shortest_period(layers)),
+            block="llama",
+            mlp="squared_relu",
+            use_bias=self.mlp_bias or None,
+            key_depth=self.head_dim,
+            value_depth=self.head_dim,
+        )

@@ -8,9 +8,11 @@ import pydantic
 
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.gated_deltanet import GatedDeltaNetAttention
+from heinsen_jax.attention.mamba2 import Mamba2Attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.parameters import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
+from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.families import FAMILIES, describe_problem
 from heinsen_jax.interop.transformers.family import FIELDS, Family
@@ -21,8 +23,16 @@ from heinsen_jax.models.pattern import shortest_period
 LAYER_TYPES = {
     **dict.fromkeys(("softmax", "gqa"), "full_attention"),
     "gated_deltanet": "linear_attention",
+    "mamba2": "mamba",
+    "short_convolution": "conv",
 }
-HIDDEN_ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
+LETTERS = {"mamba2": "M", "softmax": "*", "gqa": "*"}
+HIDDEN_ACTS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "squared_relu": "relu2",
+    "swiglu": "silu",
+}
 
 
 def family_for(config: LanguageModelConfig, only: str | None) -> Family:
@@ -91,7 +101,7 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
         "mlp_dim": config.mlp_width,
         "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
     }
-    names = ("hidden_act", "activation_function") if config.mlp_kind else ()
+    names = ("hidden_act", "activation_function", "mlp_hidden_act") if config.mlp_kind else ()
     facts |= dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
     if {*config.layer_pattern} <= LAYER_TYPES.keys():
         facts["layer_types"] = [LAYER_TYPES[x] for x in config.layer_pattern] * number
@@ -105,6 +115,24 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             "linear_conv_kernel_dim": linear.config.convolution_size,
             "linear_allow_neg_eigval": linear.config.negative_eigenvalues,
         }
+    mamba = next((x for x in layers if isinstance(x, Mamba2Attention)), None)
+    if mamba is not None:
+        facts |= {
+            **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), mamba.num_heads),
+            **dict.fromkeys(("mamba_n_groups", "n_groups"), mamba.num_key_heads),
+            **dict.fromkeys(("mamba_d_state", "ssm_state_size"), mamba.key_depth),
+            **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), mamba.value_depth),
+            **dict.fromkeys(("mamba_d_conv", "conv_kernel"), mamba.config.convolution_size),
+            **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), mamba.config.convolution_bias),
+            "mamba_expand": mamba.num_heads * mamba.value_depth // config.model_dim,
+        }
+    convolution = next((x for x in layers if isinstance(x, ShortConvolution)), None)
+    if convolution is not None:
+        facts["conv_L_cache"] = convolution.config.convolution_size
+        facts["conv_bias"] = convolution.config.use_bias
+    if {*config.layer_pattern} <= LETTERS.keys():
+        letters = [LETTERS[x.mechanism] + "-" * x.has_mlp for x in config.layers]
+        facts["hybrid_override_pattern"] = "".join(letters * number)
     if hasattr(options, "use_bias"):
         facts["attention_bias"] = options.use_bias
     return (
@@ -114,6 +142,9 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             "num_key_value_heads": getattr(layer, "num_kv_heads", None),
             "head_dim": getattr(layer, "key_depth", None),
             "mlp_bias": config.mlp_has_bias,
+            "block_auto_adjust_ff_dim": False,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope" if rotary else "nope",
             "sliding_window": getattr(options, "window_size", None),
         }
     )
@@ -149,7 +180,7 @@ def _resolved_layer(entry: Layers, layer: Attention) -> tuple[str, dict[str, Any
     """The mechanism of a layer, and its options, with the defaults resolved."""
     name, options = entry.mechanism, dataclasses.asdict(layer.config)
     options.pop("implementation", None)
-    options["norm_after"] = entry.norm_after
+    options |= {"norm_after": entry.norm_after, "has_mlp": entry.has_mlp}
     if isinstance(layer, MatrixStateAttention):
         options |= {
             "key_depth": layer.key_depth,

@@ -35,7 +35,12 @@ class Fields(pydantic.BaseModel):
     """Fields of a JSON object; others are refused."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=True,
     )
 
 

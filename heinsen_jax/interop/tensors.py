@@ -37,7 +37,8 @@ class Heads:
     def of(cls, layer: Any) -> "Heads":
         """The sizes of a layer; a short convolution counts as one head."""
         if isinstance(layer, ShortConvolution):
-            return cls(1, 1, layer.model_dim, (layer.model_dim,) * 3, 0)
+            width = layer.model_dim
+            return cls(1, 1, width, (width, width, width), 0)
         is_rotary = getattr(layer.config, "positions", None) == "rotary"
         rotated = layer.config.rotated(layer.key_depth) if is_rotary else 0
         if isinstance(layer, MatrixStateAttention):  # queries and keys have as many heads

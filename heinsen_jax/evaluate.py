@@ -23,7 +23,7 @@ from heinsen_jax.errors import (
 )
 from heinsen_jax.generate.options import check_count
 from heinsen_jax.runs.folder import open_run
-from heinsen_jax.runs.load import ModelOptions, load_run
+from heinsen_jax.runs.load import InferenceOptions, load_run
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime.allocator import keep_freed_memory
 from heinsen_jax.runtime.arguments import parse
@@ -40,7 +40,7 @@ except ImportError as missing:
 
 
 @config_dataclass
-class Options(ModelOptions):
+class Options(InferenceOptions):
     """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on text, or tasks of the
     lm-evaluation-harness."""
 
@@ -103,7 +103,7 @@ def _run_text(options: Options) -> None:
         raise UserError(f"--text-column {text_column} needs --data; leave it out")
     check_count("--max-batches", max_batches)
     check_count("--sequence-length", sequence_length)
-    model, tokenizer, step = load_run(workdir, best=not options.latest)
+    model, tokenizer, step = load_run(workdir, best=not options.latest, precision=options.model)
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
             f"{workdir} has a run that trained on a task, with its own lengths; leave out "
@@ -181,7 +181,7 @@ def _run_tasks(options: Options) -> None:
         harness = extra_module("heinsen_jax.interop.harness")
     except MissingExtra as error:
         raise UserError(f"--tasks: {error}") from error
-    model = {"workdir": options.workdir, "latest": options.latest}
+    model = {"workdir": options.workdir, "latest": options.latest} | vars(options.model)
     results = harness.run_tasks(
         model | {"batch_size": options.batch_size or 16},
         tasks=[*options.tasks],

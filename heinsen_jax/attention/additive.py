@@ -116,6 +116,6 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     ) -> AdditiveStates:
         sizes = self.num_heads, self.model_dim // self.num_heads, self.config.window_size
         first, second = (
-            AdditiveState.empty(batch_shape, *sizes, self.param_dtype) for _ in range(2)
+            AdditiveState.empty(batch_shape, *sizes, self.sums_dtype) for _ in range(2)
         )
         return first, second

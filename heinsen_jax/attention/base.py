@@ -11,7 +11,7 @@ from flax import nnx
 
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.explicit_mesh import with_auto_axes
-from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions, wide
 from heinsen_jax.sharding import current_mesh, rules_or_default, splits_tokens, use_rules
 from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
 
@@ -124,7 +124,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
       num_heads: number of heads.
       config: configuration of the mechanism; its defaults when None.
       dtype: dtype of activations and matrix products; sums over tokens are at least float32.
-      param_dtype: dtype of the parameters.
+      param_dtype: dtype of the parameters; of vectors such as scales of norms, at least float32.
       rngs: the source of the initial weights.
     """
 
@@ -275,7 +275,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
     @property
     def sums_dtype(self) -> np.dtype:
         """Dtype of sums over tokens in a state: at least float32."""
-        return jnp.promote_types(self.param_dtype, jnp.float32)
+        return wide(self.param_dtype)
 
     def state_size(self, context_length: int) -> int:
         """Bytes of state that one sequence needs after context_length tokens."""

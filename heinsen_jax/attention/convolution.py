@@ -6,7 +6,7 @@ from typing import Unpack
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions, wide
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.typing import Array, Features, Float, Integer
 
@@ -29,7 +29,7 @@ class CausalConvolution(nnx.Module):
         use_bias: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
-        self.dtype, param_dtype = options["dtype"], jnp.dtype(options["param_dtype"])
+        self.dtype, param_dtype = options["dtype"], wide(options["param_dtype"])
         init, key = nnx.initializers.uniform(2 / size), options["rngs"].params()
         small = init(key, (size, features), param_dtype)
         taps = (small - 1 / size).at[-1].set(1.0)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from heinsen_jax.typing import Array, DTypeLike, Key
@@ -32,7 +33,7 @@ class LayerOptions(TypedDict):
 
     Attributes:
       dtype: dtype of activations and matrix products; the inputs' dtype when None.
-      param_dtype: dtype of the parameters.
+      param_dtype: dtype of the parameters; of vectors such as scales of norms, at least float32.
       rngs: the source of the initial weights.
     """
 
@@ -116,12 +117,12 @@ class LowRank(nnx.Module):
 def layer_norm(
     size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
 ) -> nnx.LayerNorm:
-    """Layer normalization, in the dtype of the parameters."""
+    """Layer normalization, in the dtype of its parameters."""
     metadata = {"logical_axes": ("embed",), "kind": "vector"}
     return nnx.LayerNorm(
         size,
         epsilon=epsilon or EPSILONS["layer"],
-        param_dtype=jnp.dtype(options["param_dtype"]),
+        param_dtype=wide(options["param_dtype"]),
         scale_metadata=metadata,
         bias_metadata=metadata,
         rngs=options["rngs"],
@@ -131,11 +132,11 @@ def layer_norm(
 def rms_norm(
     size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
 ) -> nnx.RMSNorm:
-    """RMS normalization, in the dtype of the parameters."""
+    """RMS normalization, in the dtype of its parameters."""
     return nnx.RMSNorm(
         size,
         epsilon=epsilon or EPSILONS["rms"],
-        param_dtype=jnp.dtype(options["param_dtype"]),
+        param_dtype=wide(options["param_dtype"]),
         scale_metadata={"kind": "vector"},
         rngs=options["rngs"],
     )
@@ -180,16 +181,20 @@ NORMS = {
 
 
 def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) -> nnx.LoRA:
-    """Low-rank map x A B, for A `[inputs, rank]` and B `[rank, outputs]`, initially 0."""
+    """Low-rank map x A B, for A `[inputs, rank]` and B `[rank, outputs]`, initially 0, in at least
+    float32."""
     metadata = {"kind": "matrix"}
+    options["param_dtype"] = wide(options["param_dtype"])
     return nnx.LoRA(inputs, rank, outputs, a_metadata=metadata, b_metadata=metadata, **options)
 
 
 def parameter(
     init: nnx.Initializer, *shape: int, kind: ParameterKind, **options: Unpack[LayerOptions]
 ) -> nnx.Param[Array]:
-    """A single parameter."""
+    """A single parameter; a vector is at least float32."""
     param_dtype = jnp.dtype(options["param_dtype"])
+    if kind == "vector":
+        param_dtype = wide(param_dtype)
     return nnx.Param(init(options["rngs"].params(), shape, param_dtype), kind=kind)
 
 
@@ -202,9 +207,14 @@ def uniform(bound: float) -> nnx.Initializer:
     return init
 
 
+def wide(dtype: DTypeLike) -> np.dtype:
+    """A dtype, or float32 if that is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def in_float32(x: Array) -> Array:
     """x in at least float32, for gates."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide(x.dtype))
 
 
 def identity(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from heinsen_jax.config.override import experiment_options
 from heinsen_jax.errors import UserError
-from heinsen_jax.runtime.arguments import print_fields
+from heinsen_jax.runtime.arguments import options_of, print_fields
 from heinsen_jax.training.config import ExperimentConfig
 
 FIRST = (
@@ -39,7 +38,7 @@ def print_help(config: ExperimentConfig, section: str) -> None:
     Raises:
       UserError: unknown section.
     """
-    options = experiment_options(config)
+    options = options_of(ExperimentConfig, values=config)
     if section in (*SECTIONS, "all"):
         chosen = [x for x in options.values() if section in ("all", x.name.partition(".")[0])]
         print_fields(chosen)

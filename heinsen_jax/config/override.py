@@ -9,19 +9,8 @@ import pydantic
 from heinsen_jax.config.load import check_range
 from heinsen_jax.config.suggestions import OTHER_VALUES, stray, unrecognized
 from heinsen_jax.errors import UserError
-from heinsen_jax.runtime.arguments import Option, describe_errors, options_of, read
+from heinsen_jax.runtime.arguments import describe_errors, options_of, read
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
-
-
-def experiment_options(config: ExperimentConfig) -> dict[str, Option]:
-    """Options for all fields of an experiment, with their values."""
-    options: dict[str, Option] = {}
-    for name, option in options_of(ExperimentConfig, values=config).items():
-        if dataclasses.is_dataclass(option.default):
-            options |= options_of(type(option.default), name, option.default)
-        else:
-            options[name] = option
-    return options
 
 
 def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentConfig:
@@ -34,7 +23,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
       >>> override(ExperimentConfig(), ["--model.num-layers", "3"]).model.num_layers
       3
     """
-    options = experiment_options(config)
+    options = options_of(ExperimentConfig, values=config)
     given = read(options, arguments)
     fields = flat(as_json(config))
     if given.unknown:

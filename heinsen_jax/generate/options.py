@@ -4,7 +4,7 @@ import sys
 
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.generate.engine import Engine
-from heinsen_jax.runs.load import ModelOptions, load_text_run
+from heinsen_jax.runs.load import InferenceOptions, load_text_run
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.typing import config_dataclass
 
@@ -18,7 +18,7 @@ def check_count(option: str, number: int | None) -> None:
 
 
 @config_dataclass
-class TextOptions(ModelOptions):
+class TextOptions(InferenceOptions):
     """Options of commands that load a model and sample text from it."""
 
     max_new_tokens: int = 256
@@ -44,7 +44,8 @@ class TextOptions(ModelOptions):
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range; give one below {2**63:,}")
         cache_compilations()
-        model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest, on_host=True)
+        chosen = {"best": not self.latest, "precision": self.model}
+        model, tokenizer, _ = load_text_run(self.workdir, on_host=True, **chosen)
         return Engine(model, tokenizer)
 
     def print_part(self, text: str) -> None:

@@ -20,12 +20,13 @@ import numpy as np
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.data import start_ids
-from heinsen_jax.errors import UserError, command_line, without_extra
+from heinsen_jax.errors import UserError, command_line, explain, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.states import select_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.runs.load import load_text_run
+from heinsen_jax.models.config import Dtype
+from heinsen_jax.runs.load import Precision, load_text_run
 from heinsen_jax.typing import JSON
 
 try:
@@ -52,7 +53,8 @@ except ImportError as missing:
 BATCH_SIZE = 16
 CHUNK = 512  # tokens of a document per forward pass
 GIVEN, WANTED = slice(None, -1), slice(1, None)
-ARGUMENTS = "workdir, batch_size, max_gen_toks, max_length, add_bos_token, latest, share"
+ARGUMENTS = "workdir, batch_size, max_gen_toks, max_length, add_bos_token, latest, "
+ARGUMENTS += "dtype, param_dtype, share"
 logger = logging.getLogger(__name__)
 
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -86,6 +88,8 @@ class HarnessModel(HarnessTexts):
       add_bos_token: whether texts begin with the tokenizer's start token; None: as the tokenizer
         does.
       latest: whether to load the latest checkpoint instead of the best one.
+      dtype: dtype of activations in matrix products; as in training when None.
+      param_dtype: dtype of parameters except for vectors; as saved when None.
       share: whether contexts are processed once; otherwise each continuation is processed together
         with its context, for comparison.
     """
@@ -103,6 +107,8 @@ class HarnessModel(HarnessTexts):
         max_length: int | str | None = None,
         add_bos_token: bool | None = None,
         latest: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype | None = None,
         share: bool = True,
         **unknown: JSON,
     ) -> None:
@@ -123,7 +129,13 @@ class HarnessModel(HarnessTexts):
         self.requested_length = (
             None if max_length is None else positive_or_auto(max_length, "max_length")
         )
-        model, self.encoding, self.step = load_text_run(self.folder, best=not latest, on_host=True)
+        try:
+            precision = Precision(dtype=dtype, param_dtype=param_dtype)
+        except ValueError as error:
+            raise UserError(f"model_args {explain(error)}") from None
+        model, self.encoding, self.step = load_text_run(
+            self.folder, best=not latest, on_host=True, precision=precision
+        )
         if not model.config.is_causal:
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"

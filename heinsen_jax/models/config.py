@@ -20,6 +20,7 @@ from heinsen_jax.typing import config_dataclass
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
 Positions = Literal["recurrence", "learned", "none"]
 Norm = Literal["layer", "rms", "zero_centered_rms"]
+Dtype = Literal["float32", "bfloat16", "float64"]
 MLPKind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
 
 
@@ -143,10 +144,11 @@ class LanguageModelConfig:
     """Head dimension of queries and keys; model_dim / num_heads when None."""
     value_depth: pydantic.PositiveInt | None = None
     """Head dimension of values; model_dim / num_heads when None."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Dtype = "float32"
     """Dtype of activations in matrix products. Attention states are at least float32."""
-    param_dtype: Literal["float32", "float64"] = "float32"
-    """Dtype of parameters."""
+    param_dtype: Dtype = "float32"
+    """Dtype of matrices, embeddings and biases of projections. Vectors, such as scales of norms and
+    rates of decay, are at least float32."""
     remat: bool = False
     """Rematerialize: recompute each block in the backward pass, so that only the activations of one
     block are in memory. Often faster on CPUs, too, where allocating large buffers is slow."""

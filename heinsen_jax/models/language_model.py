@@ -232,6 +232,7 @@ class LanguageModel(nnx.Module):
         before: PyTree = self.position.init_state(tokens.shape[:-1]) if state is None else state
         with jax.named_scope("position"):
             x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
+            x = x.astype(jnp.promote_types(x.dtype, self.config.dtype))
             if self.config.embedding_multiplier != 1:
                 x = self.config.embedding_multiplier * x
             return self.position(x, state=before, segment_ids=segment_ids)

@@ -12,7 +12,14 @@ from jax.core import Tracer
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.parameters import LayerOptions, layer_norm, linear, parameter, uniform
+from heinsen_jax.attention.parameters import (
+    LayerOptions,
+    layer_norm,
+    linear,
+    parameter,
+    uniform,
+    wide,
+)
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
 from heinsen_jax.ops.numerics import log_add_exp
@@ -59,7 +66,7 @@ class PositionRecurrence(nnx.Module):
         return x + h.astype(x.dtype), after.h
 
     def init_state(self, batch_shape: Sequence[int]) -> Float[Array, "*B D"]:
-        return jnp.zeros((*batch_shape, self.dense.in_features), self.dense.param_dtype)
+        return jnp.zeros((*batch_shape, self.dense.in_features), wide(self.dense.param_dtype))
 
     def remaining(self, state: PositionState) -> float:
         """Maximum number of further tokens: unlimited."""

@@ -5,6 +5,7 @@ from dataclasses import field
 import jax
 import jax.numpy as jnp
 
+from heinsen_jax.attention.parameters import wide
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, DTypeLike, Features, Float, pytree_dataclass
 
@@ -18,7 +19,7 @@ class Readout:
       bias: b `[vocab_size]`, or None.
       scale: a number.
       soft_cap: c, or None.
-      dtype: dtype of the factors of the product; its sums have the dtype of E.
+      dtype: dtype of the factors of the product; its sums have the dtype of E, at least float32.
     """
 
     embedding: Float[Array, "vocab_size D"]
@@ -30,7 +31,7 @@ class Readout:
     def __call__(self, features: Features) -> Float[Array, "*B T vocab_size"]:
         """Logits `[*B, T, vocab_size]` of features `[*B, T, D]`."""
         features = features.astype(self.dtype)
-        is_one_type = features.dtype == self.embedding.dtype
+        is_one_type = features.dtype == self.embedding.dtype == wide(self.embedding.dtype)
         logits = (_product if is_one_type else _mixed_product)(features, self.embedding)
         if self.bias is not None:
             logits = logits + jnp.broadcast_to(self.bias, logits.shape)
@@ -42,7 +43,7 @@ class Readout:
 
 def _product(features: Array, embedding: Array) -> Array:
     factors = features, embedding.astype(features.dtype)
-    return jnp.einsum("...d,vd->...v", *factors, preferred_element_type=embedding.dtype)
+    return jnp.einsum("...d,vd->...v", *factors, preferred_element_type=wide(embedding.dtype))
 
 
 @jax.custom_vjp
@@ -59,10 +60,12 @@ def _forward(features, embedding):
 def _backward(saved, cotangent):
     features, embedding = saved
     factors = cotangent.astype(features.dtype), embedding.astype(features.dtype)
-    d_features = jnp.einsum("...v,vd->...d", *factors, preferred_element_type=embedding.dtype)
+    d_features = jnp.einsum("...v,vd->...d", *factors, preferred_element_type=wide(embedding.dtype))
     factors = factors[0], features
-    d_embedding = jnp.einsum("...v,...d->vd", *factors, preferred_element_type=embedding.dtype)
-    return d_features.astype(features.dtype), d_embedding
+    d_embedding = jnp.einsum(
+        "...v,...d->vd", *factors, preferred_element_type=wide(embedding.dtype)
+    )
+    return d_features.astype(features.dtype), d_embedding.astype(embedding.dtype)
 
 
 _mixed_product.defvjp(_forward, _backward)

@@ -1,5 +1,6 @@
 """Loading the model of a run: architecture, weights and tokenizer."""
 
+import dataclasses
 import shlex
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ from heinsen_jax import data
 from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError, explain, extra_module
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models.config import Dtype
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, Sections, newest_saved, read_config
@@ -29,8 +31,37 @@ class ModelOptions:
     """Use the latest checkpoint, not the best."""
 
 
+@config_dataclass
+class Precision:
+    """Dtypes of a loaded model, in place of the saved ones."""
+
+    dtype: Dtype | None = None
+    """Dtype of activations in matrix products; as in training when None."""
+    param_dtype: Dtype | None = None
+    """Dtype of parameters except for vectors; as saved when None."""
+
+    def of(self, model: LanguageModelConfig) -> LanguageModelConfig:
+        """The architecture with these dtypes."""
+        given = {name: dtype for name, dtype in vars(self).items() if dtype is not None}
+        return dataclasses.replace(model, **given)
+
+
+AS_SAVED = Precision()
+
+
+@config_dataclass
+class InferenceOptions(ModelOptions):
+    """Options of commands that compute with a model."""
+
+    model: Precision = AS_SAVED
+
+
 def load_run(
-    workdir: str | Path, *, best: bool = True, on_host: bool = False
+    workdir: str | Path,
+    *,
+    best: bool = True,
+    on_host: bool = False,
+    precision: Precision = AS_SAVED,
 ) -> tuple[LanguageModel, Tokenizer | None, int]:
     """Load the model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a
     model folder of `interop.hub`. The tokenizer is None if the run trained on a task.
@@ -40,6 +71,7 @@ def load_run(
       best: whether to load the best checkpoint, not the latest.
       on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
         on its first device.
+      precision: dtypes in place of the saved ones.
 
     Raises:
       UserError: the folder has no run, or the run is damaged or has no checkpoints.
@@ -48,7 +80,7 @@ def load_run(
       UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
     with open_run(workdir) as run:
-        model, step, config = _loaded(run, best, on_host)
+        model, step, config = _loaded(run, best, on_host, precision)
         is_task = "task" in config["data"]
         return model, None if is_task else data.load_tokenizer(run.files), step
 
@@ -62,7 +94,7 @@ def load_model(
       UserError: as `load_run`.
     """
     with open_run(workdir) as run:
-        return _loaded(run, best, on_host)[:2]
+        return _loaded(run, best, on_host, AS_SAVED)[:2]
 
 
 def load_architecture(workdir: str | Path) -> LanguageModelConfig:
@@ -88,11 +120,14 @@ def _architecture(run: RunFolder) -> tuple[LanguageModelConfig, Sections]:
         raise UserError(f"{run.files / CONFIG_FILE}: model.{explain(error)}") from None
 
 
-def _loaded(run: RunFolder, best: bool, on_host: bool) -> tuple[LanguageModel, int, Sections]:
+def _loaded(
+    run: RunFolder, best: bool, on_host: bool, precision: Precision
+) -> tuple[LanguageModel, int, Sections]:
     """The model, its step, and the whole configuration."""
     workdir = run.files
     model, config = _architecture(run)
-    graph, abstract = nnx.split(LanguageModel.abstract(model))
+    abstract = nnx.state(LanguageModel.abstract(model))
+    graph, wanted = nnx.split(LanguageModel.abstract(precision.of(model)))
     device = None if on_host else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
@@ -105,18 +140,23 @@ def _loaded(run: RunFolder, best: bool, on_host: bool) -> tuple[LanguageModel, i
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
         parameters = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    parameters = jax.tree.map(lambda x, y: x.astype(y.dtype, copy=False), parameters, wanted)
     return nnx.merge(graph, parameters), step, config
 
 
 def load_text_run(
-    workdir: str | Path, *, best: bool = True, on_host: bool = False
+    workdir: str | Path,
+    *,
+    best: bool = True,
+    on_host: bool = False,
+    precision: Precision = AS_SAVED,
 ) -> tuple[LanguageModel, Tokenizer, int]:
     """`load_run` for a model of text.
 
     Raises:
       UserError: as `load_run`; or the model is trained on a synthetic task.
     """
-    model, tokenizer, step = load_run(workdir, best=best, on_host=on_host)
+    model, tokenizer, step = load_run(workdir, best=best, on_host=on_host, precision=precision)
     if tokenizer is None:
         raise UserError(
             f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"

@@ -177,7 +177,8 @@ def _alternatives(hint: Any) -> Iterable[Any]:
 
 
 def options_of(owner: type, section: str = "", values: object = None) -> dict[str, Option]:
-    """Options for the fields of a class, by name, with the values of an instance if given."""
+    """Options for the fields of a class and of its sections, fields that are such classes, by name,
+    with the values of an instance if given."""
     hints, options = get_type_hints(owner, include_extras=True), {}
     for field in dataclasses.fields(owner):  # pyright: ignore[reportArgumentType]
         default = field.default
@@ -186,7 +187,9 @@ def options_of(owner: type, section: str = "", values: object = None) -> dict[st
         if values is not None:
             default = getattr(values, field.name)
         name = f"{section}.{field.name}" if section else field.name
-        options[name] = Option(name, hints[field.name], owner, default)
+        option = Option(name, hints[field.name], owner, default)
+        is_section = dataclasses.is_dataclass(default) and option.form is None
+        options |= options_of(type(default), name, default) if is_section else {name: option}
     return options
 
 
@@ -298,9 +301,9 @@ def describe_errors(
     """
     lines = []
     for problem in error.errors():
-        name = str(problem["loc"][0]) if problem["loc"] else ""
-        name = f"{section}.{name}" if section else name
-        if name in options:
+        path = [*filter(None, [section]), *map(str, problem["loc"])]
+        names = (".".join(path[:count]) for count in range(len(path), 0, -1))
+        if name := next((x for x in names if x in options), None):
             lines.append(options[name].explain(problem, words.get(name, []), synonyms or {}))
         else:
             text = problem["msg"].removeprefix("Value error, ")
@@ -370,8 +373,12 @@ def parse(
         if option.name not in given.values and option.default is dataclasses.MISSING:
             name = option.name.upper() if option.is_positional else option.flag
             raise UserError(f"{name} is missing; {prog} --help lists the options")
+    fields: dict[str, Any] = {}
+    for name, value in given.values.items():
+        section, _, field = name.rpartition(".")
+        (fields.setdefault(section, {}) if section else fields)[field] = value
     try:
-        return kind(**given.values)
+        return kind(**fields)
     except pydantic.ValidationError as error:
         raise UserError(describe_errors(error, options, given.words)) from None
 

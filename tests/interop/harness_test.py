@@ -321,7 +321,7 @@ def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
     ("change", "message"),
     [
         ({"workdir": None}, "workdir is missing; give workdir=FOLDER"),
-        ({"device": "cuda", "dtype": "half"}, "model_args dtype='half': unknown argument"),
+        ({"device": "cuda", "dtype": "half"}, "model_args dtype: Input should be 'float32'"),
         ({"batch_size": "automatic"}, "batch_size=automatic: must be an integer >= 1, auto or"),
         ({"max_length": "0"}, "max_length=0: must be an integer >= 1"),
         ({"add_bos_token": True}, "add_bos_token=True: the tokenizer of .* has no bos_token"),

@@ -21,6 +21,7 @@ from heinsen_jax.config import load_config
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
+from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.text import sample
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.harness import HarnessModel
@@ -30,7 +31,8 @@ from heinsen_jax.interop.transformers.families import family_of
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import linear_layers, shared_weights, with_lora
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.load import Precision, load_run
+from heinsen_jax.runtime.arguments import parse
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply, random_model
 
@@ -139,6 +141,44 @@ def test_hybrids_that_transformers_has_written_are_read(name, tmp_path):
     save_file(arrays, folder / "model.safetensors")
     models = (from_pretrained(x)[0] for x in (folder, FOLDER / name))
     assert_same(*(flatten_with_names(nnx.state(x, nnx.Param)) for x in models))
+
+
+def test_files_in_bfloat16_are_loaded_in_their_own_size(tmp_path):
+    """A single matrix in float32 makes all parameters float32."""
+    small, _ = from_pretrained(FOLDER / "qwen3")
+    wide, _ = from_pretrained(FOLDER / "qwen3", param_dtype="float32")
+    assert (small.config.param_dtype, wide.config.param_dtype) == ("bfloat16", "float32")
+    ours, theirs = (flatten_with_names(nnx.state(x, nnx.Param)) for x in (small, wide))
+    for name, x in ours.items():
+        assert x.dtype == (np.float32 if "norm" in name else "bfloat16")
+        np.testing.assert_array_equal(np.float32(x), theirs[name])
+    assert {x.dtype for x in theirs.values()} == {np.dtype(np.float32)}
+    folder, arrays = changed("qwen3", tmp_path / "a"), tensors(FOLDER / "qwen3")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(arrays | {name: np.float32(arrays[name])}, folder / "model.safetensors")
+    assert from_pretrained(folder)[0].config.param_dtype == "float32"
+    half, _ = from_pretrained(folder, dtype="bfloat16", param_dtype="bfloat16")
+    assert (half.config.dtype, half.embed.embedding.dtype) == ("bfloat16", "bfloat16")
+
+
+def test_commands_choose_the_dtypes_of_a_model(tmp_path):
+    run = import_model(str(FOLDER / "qwen2"), tmp_path / "run")
+    model, _, _ = load_run(run)
+    assert (model.config.dtype, model.config.param_dtype) == ("float32", "bfloat16")
+    assert model.embed.embedding.dtype == "bfloat16"
+    stored = sum(x.stat().st_size for x in run.glob("*.safetensors"))
+    original = sum(x.stat().st_size for x in (FOLDER / "qwen2").glob("*.safetensors"))
+    assert stored < 1.2 * original
+    model, _, _ = load_run(run, precision=Precision(param_dtype="float32"))
+    assert model.embed.embedding.dtype == "float32"
+    words = ["--workdir", str(run), "--model.dtype", "bfloat16", "--model.param-dtype=float32"]
+    config = parse(TextOptions, prog="x", description=None, arguments=words).load().config
+    assert (config.dtype, config.param_dtype) == ("bfloat16", "float32")
+    words = ["--workdir", str(run), "--model.dtype", "half"]
+    with pytest.raises(
+        UserError, match=r"--model\.dtype half: no such choice; choose one of float"
+    ):
+        parse(TextOptions, prog="x", description=None, arguments=words)
 
 
 def test_parameters_may_stay_in_the_memory_of_the_host():

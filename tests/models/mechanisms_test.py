@@ -51,6 +51,23 @@ def build(*pattern: str, **fields: Any) -> LanguageModel:
     return random_model(configured(*pattern, **fields))
 
 
+@few_or_nightly(attention.names(), few=["softmax", "mamba2", "log"])
+def test_parameters_in_bfloat16_are_those_of_float32_rounded(name):
+    """Activations are in float32, so that nothing else is rounded; with one layer of the paper's
+    positions."""
+    causal = {"is_causal": CAPABILITIES[name].causal}
+    fields = {"block": "standard", "num_layers": 1, "tie_embeddings": False} | causal
+    small = build(name, param_dtype="bfloat16", **fields)
+    dtypes = {x.dtype.name for x in jax.tree.leaves(nnx.state(small, nnx.Param))}
+    assert dtypes == {"bfloat16", "float32"}
+    graph, other = nnx.split(build(name, **fields))
+    same = jax.tree.map(lambda x, y: x.astype(y.dtype), nnx.state(small, nnx.Param), other)
+    tokens = np.random.default_rng(0).integers(0, 17, (2, 20))
+    ours = apply(small, tokens)
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, apply(nnx.merge(graph, same), tokens), rtol=0, atol=1e-6)
+
+
 @pytest.mark.nightly
 @few_or_nightly(["log", "gqa", "linformer", "l1", "colt5"], few=["gqa"])
 def test_it_learns_to_predict_masked_tokens(name):

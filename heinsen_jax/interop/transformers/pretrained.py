@@ -44,6 +44,7 @@ from heinsen_jax.interop.transformers.families import family_of, text_part
 from heinsen_jax.interop.transformers.family import IRRELEVANT
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models.config import Dtype
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runs.weights import SHARD_BYTES, has_weights, save_weights
@@ -65,6 +66,8 @@ def from_pretrained(
     revision: str | None = None,
     on_host: bool = False,
     allow_nonfinite: bool = False,
+    dtype: Dtype = "float32",
+    param_dtype: Dtype | None = None,
 ) -> tuple[LanguageModel, PretrainedTokenizer | None]:
     """Load a model of transformers and its tokenizer.
 
@@ -75,9 +78,12 @@ def from_pretrained(
       on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
         on its first device.
       allow_nonfinite: whether weights may be NaN or infinite.
+      dtype: dtype of activations in matrix products.
+      param_dtype: dtype of the parameters, except for vectors, which are at least float32. When
+        None: bfloat16 if the files have all of them in it, else float32, in both cases exactly.
 
     Returns:
-      The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
+      The model; and its tokenizer, or None without `tokenizer.json`.
       The tokenizer ends documents with the `eos_token` of `tokenizer_config.json`, and has the
       methods `apply_chat_template` and `encode_with_special_tokens`. Generation stops at any id in
       `eos_token_id` of `generation_config.json`, or else of `config.json`.
@@ -94,7 +100,7 @@ def from_pretrained(
     path = folder / TRANSFORMERS_CONFIG
     family = family_of(text_part(read_json(path), path), path)
     try:
-        config = family.to_model()
+        config = dataclasses.replace(family.to_model(), dtype=dtype)
         config.abstract_layers()  # refuses sizes that do not fit
     except (ValueError, OverflowError) as error:
         raise UserError(f"{path}: {explain(error)}; correct that file") from None
@@ -108,7 +114,8 @@ def from_pretrained(
     checkpoint.check_sizes(config)
     if config.tie_embeddings:
         checkpoint.check_tied()
-    return _loaded(checkpoint, family.model_type, config, on_host), tokenizer
+    arguments = checkpoint, family.model_type, config, param_dtype, on_host
+    return _loaded(*arguments), tokenizer
 
 
 def _opened(folder: Path, model_type: str, allow_nonfinite: bool) -> Checkpoint:
@@ -122,8 +129,13 @@ def _opened(folder: Path, model_type: str, allow_nonfinite: bool) -> Checkpoint:
 
 
 def _loaded(
-    checkpoint: Checkpoint, model_type: str, config: LanguageModelConfig, on_host: bool
+    checkpoint: Checkpoint,
+    model_type: str,
+    config: LanguageModelConfig,
+    param_dtype: Dtype | None,
+    on_host: bool,
 ) -> LanguageModel:
+    config = dataclasses.replace(config, param_dtype=param_dtype or "bfloat16")
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     checkpoint.check_count({name: x.shape for name, x in leaves.items()})
@@ -144,6 +156,11 @@ def _loaded(
         names = [divided.format(layer).replace("*", x) for x in "qkv"]
         checkpoint.divide(names, shapes)
     checkpoint.check(shapes)
+    if param_dtype is None:
+        small = [x for x in parameters if leaves[x.path].dtype == jnp.bfloat16]
+        names = {name for x in small for layer in x.layers for name in layer}
+        if any(checkpoint.tensors[name].dtype != "BF16" for name in names):
+            return _loaded(checkpoint, model_type, config, "float32", on_host)
     to_array = np.asarray if on_host else jnp.asarray
     values = [to_array(x.load(leaves[x.path], checkpoint.read)) for x in parameters]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))

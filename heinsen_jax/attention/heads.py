@@ -96,12 +96,12 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             )
         if chosen.gated:
             self.gate = linear(mixed, 2 * model_dim, axes[::-1], use_bias=biased, **options)
-            self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
+            output = model_dim, model_dim, ("mlp", "embed")
+            self.output = linear(*output, use_bias=False, lora_rank=rank, **options)
         else:
             biased = biased if chosen.output_bias is None else chosen.output_bias
-            self.output = linear(mixed, model_dim, axes[::-1], use_bias=biased, **options)
-        inputs = model_dim if chosen.gated else mixed
-        self.output_lora = lora(inputs, rank, model_dim, **options) if rank else None
+            output = mixed, model_dim, axes[::-1]
+            self.output = linear(*output, use_bias=biased, lora_rank=rank, **options)
 
     def default_kv_heads(self) -> int:
         return self.config.num_kv_heads or self.num_heads
@@ -169,7 +169,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         y = y.reshape(*y.shape[:-2], self.num_heads * self.value_depth)
         if self.config.gated:
             y = jax.nn.glu(self.gate(y))
-        return self.output(y) + self.output_lora(y) if self.output_lora else self.output(y)
+        return self.output(y)
 
 
 class HeadProjection(nnx.Linear):

@@ -2,6 +2,7 @@
 delta rule."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import jax
@@ -54,6 +55,9 @@ class MatrixStateConfig(AttentionConfig):
     values, rounded."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of the norm of the outputs; 1e-6 by default."""
+    lora_rank: pydantic.PositiveInt | None = None
+    """Rank of products A B that are added to the matrices of the projections to queries, keys,
+    values, output gates and outputs, as in LoRA; B is initially 0. None are added when None."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -173,10 +177,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         keys, values = self.num_key_heads * self.key_depth, num_heads * self.value_depth
         axes = "embed", "heads"
         key_axes = axes if self.num_key_heads > 1 else ()
-        self.query, self.key = (
-            linear(model_dim, keys, key_axes, use_bias=False, **options) for _ in range(2)
-        )
-        self.value = linear(model_dim, values, axes, use_bias=False, **options)
+        dense = partial(linear, use_bias=False, lora_rank=config.lora_rank, **options)
+        self.query, self.key = (dense(model_dim, keys, key_axes) for _ in range(2))
+        self.value = dense(model_dim, values, axes)
         size = config.convolution_size if isinstance(config, ConvolvedConfig) else 0
         key_axis = "heads" if self.num_key_heads > 1 else None
         use_bias = getattr(config, "convolution_bias", False)
@@ -187,7 +190,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         )
         self.gate = self.make_gate(values, **options)
         self.norm = self.make_norm(**options)
-        self.output = linear(values, model_dim, ("heads", "embed"), use_bias=False, **options)
+        self.output = dense(values, model_dim, ("heads", "embed"))
 
     def make_gate(
         self, values: int, **options: Unpack[LayerOptions]
@@ -195,7 +198,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         """The projection of the output gate, if any."""
         if self.gate_activation is None:
             return None
-        return linear(self.model_dim, values, ("embed", "heads"), use_bias=False, **options)
+        sizes, rank = (self.model_dim, values), self.config.lora_rank
+        return linear(*sizes, ("embed", "heads"), use_bias=False, lora_rank=rank, **options)
 
     def make_norm(self, **options: Unpack[LayerOptions]) -> nnx.Module:
         """The norm of the outputs."""

@@ -58,12 +58,28 @@ def linear(
     *,
     use_bias: bool = True,
     kind: ParameterKind = "matrix",
+    lora_rank: int | None = None,
     **options: Unpack[LayerOptions],
 ) -> nnx.Linear:
     """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and logical axes (`sharding`); with
-    no axes it is replicated. The weight is of the given kind."""
+    no axes it is replicated. The weight is of the given kind. With a `lora_rank`, a product of two
+    matrices in at least float32 is added to it, initially 0."""
     dense = dense_options(inputs, logical_axes, kind)
-    return nnx.Linear(inputs, outputs, use_bias=use_bias, **dense, **options)
+    if lora_rank is None:
+        return nnx.Linear(inputs, outputs, use_bias=use_bias, **dense, **options)
+    metadata = {"kind": "matrix"}
+    return nnx.LoRALinear(
+        inputs,
+        outputs,
+        use_bias=use_bias,
+        lora_rank=lora_rank,
+        lora_dtype=options["dtype"],
+        lora_param_dtype=wide(options["param_dtype"]),
+        a_metadata=metadata,
+        b_metadata=metadata,
+        **dense,
+        **options,
+    )
 
 
 def dense_options(

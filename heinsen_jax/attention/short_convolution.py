@@ -1,6 +1,7 @@
 """The gated short convolution of LFM2, as a layer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 import jax
@@ -20,6 +21,9 @@ class ShortConvolutionConfig(AttentionConfig):
     """Kernel size, in tokens, of the causal depthwise convolution."""
     use_bias: bool = False
     """Whether the projections and the convolution have biases."""
+    lora_rank: pydantic.PositiveInt | None = None
+    """Rank of products A B that are added to the matrices of the projections, as in LoRA; B is
+    initially 0. None are added when None."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -44,12 +48,15 @@ class ShortConvolution(Attention[ShortConvolutionConfig, Float[Array, "*B last D
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         width, use_bias = self.model_dim, self.config.use_bias
+        dense = partial(
+            linear, width, width, use_bias=use_bias, lora_rank=self.config.lora_rank, **options
+        )
         self.input_gate, self.output_gate, self.value = (
-            linear(width, width, ("embed", "heads"), use_bias=use_bias, **options) for _ in range(3)
+            dense(("embed", "heads")) for _ in range(3)
         )
         size = self.config.convolution_size
         self.convolution = CausalConvolution(size, width, "heads", use_bias=use_bias, **options)
-        self.output = linear(width, width, ("heads", "embed"), use_bias=use_bias, **options)
+        self.output = dense(("heads", "embed"))
 
     def apply(
         self, x: Features, call: CallArguments[Float[Array, "*B last D"]]

@@ -9,10 +9,12 @@ from typing import TypeVar
 import pydantic
 
 from heinsen_jax.data import DataConfig
+from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.tokenizer_protocol import TOKENIZER_FILE, has_name
 from heinsen_jax.errors import UserError, check_regular, explain, parse_json
 from heinsen_jax.models.pattern import with_layers
 from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runs.weights import has_weights
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,7 +27,8 @@ Kind = TypeVar("Kind")
 def load_config(path: str | Path) -> ExperimentConfig:
     """Load an experiment from a Python file with `get_config()`, or from a run's config.json.
 
-    A path of a tokenizer in a run's config.json is replaced by the run's saved tokenizer.
+    A path of a tokenizer in a run's config.json is replaced by the run's saved tokenizer. In an
+    imported model's, `training.start` is its folder.
 
     Args:
       path: path of the file, or name of a shipped configuration.
@@ -47,7 +50,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
         config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
-    return _with_own_tokenizer(check_range(config), path)
+    return _with_own_weights(_with_own_tokenizer(check_range(config), path), path)
 
 
 def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
@@ -57,6 +60,17 @@ def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfi
     if not has_saved_tokenizer or not isinstance(data, DataConfig) or has_name(data.tokenizer):
         return config
     return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(folder)))
+
+
+def _with_own_weights(config: ExperimentConfig, path: Path) -> ExperimentConfig:
+    """Begin with the weights in the folder of an imported model."""
+    data, folder = config.data, path.absolute().parent
+    is_imported = isinstance(data, DataConfig) and data.corpus.startswith(MODEL)
+    if config.training.start is not None or not is_imported or not has_weights(folder):
+        return config
+    return dataclasses.replace(
+        config, training=dataclasses.replace(config.training, start=str(folder))
+    )
 
 
 def find_file(path: str | Path, shipped: Path) -> Path:

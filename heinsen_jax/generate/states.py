@@ -240,7 +240,7 @@ FORMAT = "3"
 """Version of the layout of states in files."""
 ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias", "lora_rank"}
 ADDED_FIELDS |= {"num_key_heads", "num_value_heads", "scale", "output_gate"}
-ADDED_FIELDS |= {"zero_centered_norm", "logit_divisor"}
+ADDED_FIELDS |= {"zero_centered_norm", "logit_divisor", "convolution_bias"}
 ADDED_FIELDS |= {"embedding_multiplier", "residual_multiplier"}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}
@@ -255,7 +255,12 @@ def fingerprint(model: Model) -> str:
         del config[name]
     layers = zip(model.config.layers, model.config.mechanisms(), strict=True)
     config["attention"] = [
-        (x.mechanism, _fields(options) | ({"norm_after": True} if x.norm_after else {}))
+        (
+            x.mechanism,
+            _fields(options)
+            | ({"norm_after": True} if x.norm_after else {})
+            | ({} if x.has_mlp else {"has_mlp": False}),
+        )
         for x, options in layers
     ]
     for _, options in config["attention"]:

@@ -98,7 +98,7 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
 
     config |= {name: plain(config[name]) for name in ("data", "distillation") if name in config}
     if "training" in config:
-        config["training"] |= {"compilation_cache": None}
+        config["training"] |= {"compilation_cache": None, "start": None}
     if "tokenizer" in config["data"] and not has_name(config["data"]["tokenizer"]):
         config["data"]["tokenizer"] = TOKENIZER_FILE
     return config

@@ -59,7 +59,8 @@ class Block(nnx.Module):
             self.mlp_norm = norm(config.model_dim, **options)
             has_bias = config.mlp_has_bias
             build_mlp = SwiGLU if kind == "swiglu" else partial(MLP, activation=kind)
-            self.mlp = build_mlp(config.model_dim, config.mlp_width, use_bias=has_bias, **options)
+            sizes, rank = (config.model_dim, config.mlp_width), config.lora_rank
+            self.mlp = build_mlp(*sizes, use_bias=has_bias, lora_rank=rank, **options)
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1
         self.convolutions = nnx.List(
             CausalConvolution(size, config.model_dim, "embed", **options)
@@ -185,12 +186,14 @@ class MLP(nnx.Module):
         wide: int,
         *,
         use_bias: bool = True,
+        lora_rank: int | None = None,
         activation: str,
         **options: Unpack[LayerOptions],
     ):
         self.activation = activation
-        self.up = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
-        self.down = linear(wide, narrow, ("mlp", "embed"), use_bias=use_bias, **options)
+        dense = partial(linear, use_bias=use_bias, lora_rank=lora_rank, **options)
+        self.up = dense(narrow, wide, ("embed", "mlp"))
+        self.down = dense(wide, narrow, ("mlp", "embed"))
 
     def __call__(self, x: Features) -> Features:
         wide = constrain(self.up(x), "tokens", "mlp")
@@ -204,10 +207,18 @@ class SwiGLU(nnx.Module):
       Shazeer, 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
     """
 
-    def __init__(self, narrow: int, wide: int, *, use_bias: bool, **options: Unpack[LayerOptions]):
-        self.gate = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
-        self.up = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
-        self.down = linear(wide, narrow, ("mlp", "embed"), use_bias=use_bias, **options)
+    def __init__(
+        self,
+        narrow: int,
+        wide: int,
+        *,
+        use_bias: bool,
+        lora_rank: int | None = None,
+        **options: Unpack[LayerOptions],
+    ):
+        dense = partial(linear, use_bias=use_bias, lora_rank=lora_rank, **options)
+        self.gate, self.up = (dense(narrow, wide, ("embed", "mlp")) for _ in range(2))
+        self.down = dense(wide, narrow, ("mlp", "embed"))
 
     def __call__(self, x: Features) -> Features:
         wide = constrain(jax.nn.silu(self.gate(x)) * self.up(x), "tokens", "mlp")

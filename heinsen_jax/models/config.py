@@ -110,6 +110,10 @@ class LanguageModelConfig:
     qk_norm: bool = False
     """Whether the queries and keys of each head are RMS-normalized; needs mechanisms with an option
     `query_key_norm`."""
+    lora_rank: pydantic.PositiveInt | None = None
+    """Rank of products A B, initially 0, that are added to the matrices of attention and MLP (Hu et
+    al., 2021, LoRA, arXiv:2106.09685); only they are trained, from the weights of
+    `training.start`. None are added when None."""
     tie_embeddings: bool = True
     """Whether the readout has the weights of the token embedding."""
     logit_soft_cap: pydantic.PositiveFloat | None = None
@@ -279,6 +283,13 @@ class LanguageModelConfig:
                     "query_key_norm; set qk_norm=False"
                 )
             fields["query_key_norm"] = True
+        if self.lora_rank is not None:
+            if "lora_rank" not in known:
+                raise ValueError(
+                    f"lora_rank with attention={name!r}: that mechanism has no option lora_rank; "
+                    "set lora_rank=None"
+                )
+            fields["lora_rank"] = self.lora_rank
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
         made = configure(name, **fields | {**layer.options})

@@ -5,15 +5,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
+from heinsen_jax.attention.parameters import wide
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.attention.short_convolution import ShortConvolution
@@ -28,7 +29,7 @@ _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
 RECURRENT = MatrixStateAttention, ShortConvolution
 """Layers of a teacher that stay as they are."""
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
-MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
+MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy", "lora_rank"}
 """Fields of attention layers, and of the computation."""
 COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "scale", "output_gate"}
 """Options that new layers inherit from the layers that they replace."""
@@ -86,7 +87,7 @@ def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
       UserError: a mechanism has no option `lora_rank`.
     """
     for layer, config in zip(model.layers, model.mechanisms(), strict=True):
-        if not isinstance(config, HeadsConfig):
+        if not hasattr(config, "lora_rank"):
             raise UserError(f"lora_rank={rank}: {layer.mechanism} has no LoRA; leave it out")
     return replace(
         model,
@@ -94,6 +95,27 @@ def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
             replace(layer, options={**layer.options, "lora_rank": rank}) for layer in model.layers
         ),
     )
+
+
+def without_lora(model: LanguageModel) -> LanguageModel:
+    """The same function of the tokens without low-rank additions: W + A B in place of W, with
+    parameters in at least float32, on this host."""
+    layers = (
+        replace(x, options={k: v for k, v in x.options.items() if k != "lora_rank"})
+        for x in model.config.layers
+    )
+    wider: Any = wide(model.config.param_dtype).name
+    config = replace(model.config, attention=tuple(layers), lora_rank=None, param_dtype=wider)
+    graph, state = nnx.split(LanguageModel.abstract(config))
+    weights, values = flatten_with_names(nnx.state(model, nnx.Param)), []
+    for name, leaf in flatten_with_names(state).items():
+        value = np.asarray(weights[name]).astype(leaf.dtype)
+        place = name.removesuffix("kernel.value") + "lora.lora_"
+        if name.endswith(".kernel.value") and f"{place}a.value" in weights:
+            low, high = (np.asarray(weights[f"{place}{x}.value"], leaf.dtype) for x in "ab")
+            value = value + low @ high
+        values.append(value)
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
 
 
 def _norms_as_options(model: LanguageModelConfig) -> LanguageModelConfig:

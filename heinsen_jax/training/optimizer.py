@@ -12,10 +12,11 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from heinsen_jax.attention.parameters import ParameterKind
+from heinsen_jax.attention.parameters import ParameterKind, in_float32
 from heinsen_jax.errors import UserError
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.config import OptimizerConfig
-from heinsen_jax.typing import Array, PyTree
+from heinsen_jax.typing import Array, Key, PyTree
 
 RMS_OF_ADAM = 0.2
 """Root mean square of Muon's updates, so that it has AdamW's learning rates (Liu et al., 2025,
@@ -135,6 +136,40 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 def _labels(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[str]:
     """muon for the matrices of the layers, adam for all other parameters."""
     return _by_kind(parameters, lambda kind: "muon" if kind == "matrix" else "adam")
+
+
+def only_lora(parameters: PyTree) -> PyTree[bool]:
+    """Pytree of booleans: the parameters that are low-rank additions."""
+    names = flatten_with_names(parameters)
+    return jax.tree.unflatten(jax.tree.structure(parameters), [".lora." in x for x in names])
+
+
+def apply_updates(
+    parameters: PyTree[Array], updates: PyTree[Array], key: Key[Array, ""]
+) -> PyTree[Array]:
+    """Parameters after their updates; in bfloat16 rounded up or down with probabilities such that
+    the mean is the exact sum, since rounding to the nearest number would lose small updates.
+
+    References:
+      Zamirai et al., 2020, Revisiting BFloat16 Training, arXiv:2010.06192, section 4.
+    """
+    leaves, structure = jax.tree.flatten(parameters)
+    changes = jax.tree.leaves(updates)
+    after = [
+        _stochastically_rounded(in_float32(x) + update, jax.random.fold_in(key, number))
+        if x.dtype == jnp.bfloat16
+        else x + update
+        for number, (x, update) in enumerate(zip(leaves, changes, strict=True))
+    ]
+    return jax.tree.unflatten(structure, after)
+
+
+def _stochastically_rounded(x: Array, key: Key[Array, ""]) -> Array:
+    """x of float32 in bfloat16, which has the upper 16 of its 32 bits."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = bits + jax.random.bits(key, x.shape, jnp.uint16)
+    upper = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), upper, x.astype(jnp.bfloat16))
 
 
 def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from heinsen_jax import data as datasets
 from heinsen_jax.data import Dataset, TextDataset
 from heinsen_jax.errors import UserError, printable
+from heinsen_jax.models.conversion import new_parameters
 from heinsen_jax.runs.folder import (
     RunFolder,
     check_folder,
@@ -19,6 +20,7 @@ from heinsen_jax.runs.folder import (
     open_run,
     set_aside,
 )
+from heinsen_jax.runs.load import load_architecture
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.runtime.distributed import (
     check_alike,
@@ -175,6 +177,10 @@ def prepare_in(
         check_alike(alike)
     with together():
         settings = resolve_settings(config, dataset, mesh)
+    begins = modes.restart or not folder.checkpoints.is_dir()
+    if begins and (start := config.training.start) is not None:
+        with together():
+            new_parameters(config.model, load_architecture(start))  # raises if they do not fit
     with process_0_first() as is_first:
         if is_first and not (modes.dry_run or modes.restart):
             check_tokenizer(folder.files, config, dataset)

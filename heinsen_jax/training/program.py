@@ -11,13 +11,20 @@ from flax import nnx
 
 from heinsen_jax.data import Batch, DataConfig, train_batches
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
+from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.objectives.evaluation import evaluate, make_evaluation_step
 from heinsen_jax.objectives.objective import objective_of
+from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime.distributed import together
 from heinsen_jax.sharding import batch_sharding, share_of_process
 from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
-from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
+from heinsen_jax.training.optimizer import (
+    describe_warmup,
+    learning_rates,
+    make_optimizer,
+    only_lora,
+)
 from heinsen_jax.training.preflight import describe
 from heinsen_jax.training.settings import Settings
 from heinsen_jax.training.state import (
@@ -56,6 +63,8 @@ class Program:
             if self.distillation is not None:
                 shapes = nnx.state(LanguageModel.abstract(self.model), nnx.Param)
                 self.trained = self.distillation.trained(shapes)
+        if self.model.lora_rank is not None:
+            self.trained = only_lora(nnx.state(LanguageModel.abstract(self.model), nnx.Param))
         self.transform = make_optimizer(config.optimizer, self.trained)
         fraction, vocabulary = self.training.masked_fraction, self.dataset.vocab_size
         self.objective = objective_of(self.model, fraction, vocabulary)
@@ -136,8 +145,12 @@ class Program:
     def describe(self, update: jax.stages.Compiled) -> list[str]:
         parts = self.mesh, self.data, self.training, self.dataset
         warmup = describe_warmup(self.config.optimizer, self.training.steps)
+        start = self.training.start
+        rounded = self.model.param_dtype == "bfloat16"
         return [
             *describe(*parts, self.count, update),
+            *([f"initial weights: {start}"] if start else []),
+            *(["parameters in bfloat16, rounded stochastically"] if rounded else []),
             *warmup,
             *self.settings.lines,
             *without_peak(),
@@ -147,6 +160,9 @@ class Program:
         """The state before the first step, on the devices."""
         with together():
             given = self.distillation and self.distillation.start()
+            if self.training.start is not None:
+                start, _, _ = load_run(self.training.start, on_host=True)
+                given = shared_weights(self.model, start)
         return init_sharded(self.init, self.abstract, given)
 
     def batches(self, start: int) -> Iterator[Batch]:

@@ -23,6 +23,7 @@ AFFECT_RESULT = {
     "training.evaluation_batches",
     "training.masked_fraction",
     "training.skip_grad_norm_ratio",
+    "training.start",
     "training.z_loss",
 }
 """Fields of training that, besides its length, affect the result of a run."""

@@ -70,6 +70,7 @@ def resolve_settings(
     if training.loss_by_position and not (model.is_causal and isinstance(data, DataConfig)):
         raise UserError("training.loss_by_position is for causal models of text; set it to False")
     check_teacher(config.distillation, model)
+    _check_start(config)
     if training.z_loss and config.distillation.teacher is not None:
         raise UserError(f"training.z_loss={training.z_loss}: distillation has none; set it to 0")
     if not model.is_causal:
@@ -98,6 +99,25 @@ def resolve_settings(
     if (teacher := config.distillation.teacher) is not None:
         _check_mergeable(load_architecture(teacher), mesh, " of distillation.teacher")
     return Settings(config, dataset, data, mesh, tuple(lines))
+
+
+def _check_start(config: ExperimentConfig) -> None:
+    """Check what the initial weights and their dtype are used for."""
+    model, start = config.model, config.training.start
+    if start is not None and config.distillation.teacher is not None:
+        raise UserError(
+            f"training.start={start} with distillation.teacher: set distillation.start instead"
+        )
+    if model.lora_rank is not None and start is None:
+        raise UserError(
+            f"model.lora_rank={model.lora_rank} adds to given weights; set training.start to the "
+            "folder of their model"
+        )
+    if model.param_dtype == "bfloat16" and config.optimizer.ema_decay is not None:
+        raise UserError(
+            f"optimizer.ema_decay={config.optimizer.ema_decay} with model.param_dtype='bfloat16', "
+            "in which averages are inexact; set one of them to another value"
+        )
 
 
 def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> None:

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from heinsen_jax.attention.parameters import in_float32
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.sharding import shardings
@@ -57,11 +58,13 @@ def initializer(
     def init(given: Mapping[str, Array] | None = None) -> TrainState:
         parameters = nnx.state(LanguageModel(model, rngs=nnx.Rngs(seed)), nnx.Param)
         if given:
-            initial = flatten_with_names(parameters) | {**given}
-            parameters = jax.tree.unflatten(jax.tree.structure(parameters), initial.values())
+            random = flatten_with_names(parameters)
+            initial = [given.get(name, x).astype(x.dtype) for name, x in random.items()]
+            parameters = jax.tree.unflatten(jax.tree.structure(parameters), initial)
         start = jnp.zeros((), jnp.int32)
         average = jax.tree.map(jnp.copy, parameters) if has_average else None
-        return TrainState(start, parameters, optimizer.init(parameters), Guard.first(), average)
+        moments = optimizer.init(jax.tree.map(in_float32, parameters))
+        return TrainState(start, parameters, moments, Guard.first(), average)
 
     return init
 

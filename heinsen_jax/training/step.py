@@ -10,9 +10,11 @@ import optax
 from flax import nnx
 from jax import lax
 
+from heinsen_jax.attention.parameters import in_float32, wide
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.objectives.objective import Losses, next_token
+from heinsen_jax.training.optimizer import apply_updates
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import Array, Float, Integer, Key, PyTree, Shaped
 
@@ -65,7 +67,8 @@ def make_train_step(
             is_good, guard = state.guard.check_update(
                 loss, gradients, updates, skip_grad_norm_ratio
             )
-            parameters, average = optax.apply_updates(state.parameters, updates), None
+            parameters = apply_updates(state.parameters, updates, jax.random.fold_in(key, 1))
+            average = None
             if state.average is not None:
                 assert ema_decay is not None
                 rate = 1 - jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
@@ -112,7 +115,7 @@ def _make_gradient(
     ) -> tuple[Float[Array, ""], nnx.State]:
         sums = sums_of_part if accumulation_steps == 1 else sums_of_parts
         (loss, count), gradients = sums(parameters, batch, key, *constants)
-        return loss / count, jax.tree.map(lambda x: x / count, gradients)
+        return loss / count, jax.tree.map(lambda x: in_float32(x) / count, gradients)
 
     def sums_of_parts(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""], *constants: PyTree[Array]
@@ -124,11 +127,12 @@ def _make_gradient(
         keys = jax.random.split(key, accumulation_steps)
 
         def add(total: Sums, part: tuple[Batch, Key[Array, ""]]) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, total, sums_of_part(parameters, *part, *constants)), None
+            sums = jax.tree.map(in_float32, sums_of_part(parameters, *part, *constants))
+            return jax.tree.map(jnp.add, total, sums), None
 
         first = jax.tree.map(lambda x: x[0], (parts, keys))
         shapes = jax.eval_shape(sums_of_part, parameters, *first, *constants)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), shapes)
         return lax.scan(add, zeros, (parts, keys))[0]
 
     return gradient

@@ -15,7 +15,7 @@ from heinsen_jax.training.optimizer import decay_mask, make_optimizer
 
 HEADS = {"project.kernel", "output.kernel"}
 QKV = {"query.kernel", "key.kernel", "value.kernel", "output.kernel"}
-LORA = {f"{part}.lora_{factor}" for part in ("project.lora", "output_lora") for factor in "ab"}
+LORA = {f"{part}.lora_{factor}" for part in ("project.lora", "output.lora") for factor in "ab"}
 RANKS = {"decay.down.kernel", "decay.up.kernel"}
 FEATURES = {"query_features", "key_features"}
 MATRICES: dict[str, set[str]] = {

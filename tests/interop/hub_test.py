@@ -38,7 +38,7 @@ def test_a_published_configuration_has_no_folders_of_this_machine():
     assert hub._without_paths(config) == {
         "data": {"corpus": "a.txt", "tokenizer": "tokenizer.json", "mixture": {"b": 1.0}},
         "distillation": {"teacher": "teacher"},
-        "training": {"compilation_cache": None, "steps": 3},
+        "training": {"compilation_cache": None, "start": None, "steps": 3},
     }
 
 

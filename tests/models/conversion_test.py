@@ -161,8 +161,8 @@ def test_layers_that_stay_keep_their_trained_features():
 
 def test_mechanisms_without_lora_are_refused():
     assert with_lora(config(("linear", "softmax")), 2).layers[1].options == {"lora_rank": 2}
-    with pytest.raises(UserError, match="lora_rank=2: deltanet has no LoRA; leave it out"):
-        with_lora(config(("deltanet", "softmax")), 2)
+    with pytest.raises(UserError, match="lora_rank=2: mla has no LoRA; leave it out"):
+        with_lora(config(("mla", "softmax")), 2)
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])

@@ -45,6 +45,7 @@ from heinsen_jax.interop.transformers.family import IRRELEVANT
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.config import Dtype
+from heinsen_jax.models.conversion import without_lora
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runs.weights import SHARD_BYTES, has_weights, save_weights
@@ -231,7 +232,7 @@ def to_pretrained(
     """Write a model for transformers, the inverse of `from_pretrained`; return the folder.
 
     Any model of a supported architecture can be written, for example one with block `llama` and
-    attention `gqa` that this package trained.
+    attention `gqa` that this package trained. Low-rank additions are added to their matrices.
 
     Args:
       model: the model.
@@ -254,6 +255,8 @@ def to_pretrained(
     path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
     others = {} if path is None else text_part(read_json(path), path)
     only = None if path is None else family_of(others, path).model_type
+    if any(getattr(x, "lora_rank", None) for x in model.config.mechanisms()):
+        model = without_lora(model)
     family = family_for(model.config, only)
     stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"
     if stored not in (known := get_args(StoredDtype)):

@@ -31,6 +31,7 @@ EXTRAS = {
         *("tiktoken_ext", "tokenizers", "xxhash", "zstandard"),
     ),
     "datasets": ("datasets",),
+    "gguf": ("gguf",),
     "harness": ("lm_eval",),
     "hub": ("huggingface_hub",),
     "mlflow": ("mlflow",),

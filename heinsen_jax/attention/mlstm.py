@@ -12,7 +12,7 @@ from heinsen_jax.attention.matrix_state import (
     MatrixStateConfig,
     OfHeads,
 )
-from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter
+from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter, wide
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
 from heinsen_jax.typing import Features, config_dataclass
 
@@ -65,7 +65,7 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         self.input_gate, self.forget_gate = (
             linear(self.model_dim, self.num_heads, axes, **options) for _ in range(2)
         )
-        dtype = jnp.dtype(options["param_dtype"])
+        dtype = wide(options["param_dtype"])
         assert self.input_gate.bias is not None
         assert self.forget_gate.bias is not None
         self.input_gate.bias[...] = jnp.zeros(self.num_heads, dtype)

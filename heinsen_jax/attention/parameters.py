@@ -85,10 +85,11 @@ def linear(
 def dense_options(
     inputs: int, logical_axes: tuple[str, ...], kind: ParameterKind = "matrix"
 ) -> DenseOptions:
-    """Initializers and metadata of a dense layer with this number of inputs."""
+    """Initializers and metadata of a dense layer with this number of inputs. Its bias, a vector, is
+    at least float32."""
     return {
         "kernel_init": uniform(inputs**-0.5),
-        "bias_init": uniform(inputs**-0.5),
+        "bias_init": in_wide_dtype(uniform(inputs**-0.5)),
         "kernel_metadata": {"logical_axes": logical_axes, "kind": kind},
         "bias_metadata": {"logical_axes": logical_axes[1:], "kind": "vector"},
     }
@@ -104,7 +105,7 @@ def decay_projection(
     """A dense layer z = x W + b for log decays log sigmoid(z), initially about -1 / timescale: time
     constants, in tokens, form a geometric sequence from `max_timescale` to `min_timescale`."""
     layer = linear(inputs, outputs, ("embed", "heads"), **options)
-    dtype = options["param_dtype"]
+    dtype = wide(options["param_dtype"])
     timescales = jnp.geomspace(max_timescale, min_timescale, outputs, dtype=dtype)
     assert layer.bias is not None
     layer.bias[...] = jnp.log(timescales)  # log sigmoid(b) is about -exp(-b)
@@ -226,6 +227,11 @@ def uniform(bound: float) -> nnx.Initializer:
 def wide(dtype: DTypeLike) -> np.dtype:
     """A dtype, or float32 if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def in_wide_dtype(init: nnx.Initializer) -> nnx.Initializer:
+    """An initializer of values in at least float32."""
+    return lambda key, shape, dtype=jnp.float32: init(key, shape, wide(dtype))
 
 
 def in_float32(x: Array) -> Array:

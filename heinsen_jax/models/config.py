@@ -151,8 +151,8 @@ class LanguageModelConfig:
     dtype: Dtype = "float32"
     """Dtype of activations in matrix products. Attention states are at least float32."""
     param_dtype: Dtype = "float32"
-    """Dtype of matrices, embeddings and biases of projections. Vectors, such as scales of norms and
-    rates of decay, are at least float32."""
+    """Dtype of matrices and embeddings. Vectors, such as biases, scales of norms and rates of
+    decay, are at least float32."""
     remat: bool = False
     """Rematerialize: recompute each block in the backward pass, so that only the activations of one
     block are in memory. Often faster on CPUs, too, where allocating large buffers is slow."""

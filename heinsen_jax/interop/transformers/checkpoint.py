@@ -22,6 +22,7 @@ from heinsen_jax.runs.weights import (
     weight_files,
 )
 
+GGUF = ".gguf"
 FETCH_AGAIN = "fetch it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 StoredDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -49,6 +50,7 @@ class Checkpoint:
       text_prefix: beginning of names in place of "model.", if any.
       ignored: beginnings of names of tensors that are left out.
       allow_nonfinite: whether values may be NaN or infinite.
+      of_file: an open file, in place of those of a folder, with the interface of `safe_open`.
 
     Raises:
       UserError: a file is missing or damaged, or has a tensor of another dtype.
@@ -62,21 +64,15 @@ class Checkpoint:
         text_prefix: str = "",
         ignored: tuple[str, ...] = (),
         allow_nonfinite: bool = False,
+        of_file: Any = None,
     ) -> None:
         self.folder, self._allow_nonfinite = folder, allow_nonfinite
         self._names = names
-        if not has_weights(folder):
-            check_format(folder)
-            raise UserError(
-                f"{folder} has no weights; give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
-            )
-        index = weight_files(folder)
-        files = [WEIGHTS_FILE] if index is None else sorted(set(index.values()))
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, Any] = {folder: of_file}
         self._divided: dict[str, tuple[list[Tensor], slice]] = {}
-        for path in (folder / name for name in files):
-            with reading_arrays(path, FETCH_AGAIN):
-                self._files[path] = safe_open(path, framework="numpy")
+        index = None
+        if of_file is None:
+            index, self._files = _opened(folder)
         merged = {
             "model." + name.removeprefix(text_prefix)
             if text_prefix and name.startswith(text_prefix)
@@ -253,17 +249,29 @@ class Checkpoint:
             )
 
 
+def _opened(folder: Path) -> tuple[dict[str, str] | None, dict[Path, Any]]:
+    """The index of a folder, if any, and its files."""
+    if not has_weights(folder):
+        check_format(folder)
+        raise UserError(
+            f"{folder} has no weights; give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
+        )
+    index = weight_files(folder)
+    names = [WEIGHTS_FILE] if index is None else sorted(set(index.values()))
+    files = {}
+    for path in (folder / name for name in names):
+        with reading_arrays(path, FETCH_AGAIN):
+            files[path] = safe_open(path, framework="numpy")
+    return index, files
+
+
 def check_format(path: Path) -> None:
     """Refuse a file or folder whose weights are in another format."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     folder = f"a folder with config.json and {WEIGHTS_FILE}"
     for file in files:
-        if file.suffix == ".gguf":
-            raise UserError(
-                f"{file} has the format GGUF of llama.cpp, which is not read; give the original "
-                f"model, or convert it to {folder}: with transformers, "
-                f"from_pretrained(..., gguf_file={file.name!r}) and save_pretrained"
-            )
+        if file.suffix == GGUF:
+            raise UserError(f"{path} has a file of llama.cpp; give its path, {file}")
     for file in files:
         if file.suffix in (".bin", ".pt", ".pth"):
             raise UserError(

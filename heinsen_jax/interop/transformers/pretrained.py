@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from heinsen_jax.interop.tensors import (
 )
 from heinsen_jax.interop.transformers.checkpoint import (
     DTYPES,
+    GGUF,
     Checkpoint,
     StoredDtype,
     check_format,
@@ -73,8 +74,8 @@ def from_pretrained(
     """Load a model of transformers and its tokenizer.
 
     Args:
-      name: a folder with `config.json` and `.safetensors`, or `owner/name` of a repository of the
-        hub.
+      name: a folder with `config.json` and `.safetensors`, a `.gguf` file of llama.cpp, or
+        `owner/name` of a repository of the hub.
       revision: branch, tag or commit of the repository.
       on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
         on its first device.
@@ -93,25 +94,34 @@ def from_pretrained(
       UserError: the model is unsupported; or a file is missing, damaged, or does not match the
         others. Files are checked before weights are read.
     """
-    folder = Path(name)
-    if folder.is_file() or (folder.is_dir() and not (folder / TRANSFORMERS_CONFIG).exists()):
-        check_format(folder)
-    if not folder.is_dir():
-        folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
-    path = folder / TRANSFORMERS_CONFIG
-    family = family_of(text_part(read_json(path), path), path)
+    folder, of_file = Path(name), None
+    if folder.suffix == GGUF and folder.is_file():
+        of_file = extra_module(f"{__package__}.gguf").Gguf(folder)
+        path, values = folder, of_file.config()
+    else:
+        if folder.is_file() or (folder.is_dir() and not (folder / TRANSFORMERS_CONFIG).exists()):
+            check_format(folder)
+        if not folder.is_dir():
+            folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
+        path = folder / TRANSFORMERS_CONFIG
+        values = text_part(read_json(path), path)
+    family = family_of(values, path)
     try:
         config = dataclasses.replace(family.to_model(), dtype=dtype)
         config.abstract_layers()  # refuses sizes that do not fit
     except (ValueError, OverflowError) as error:
         raise UserError(f"{path}: {explain(error)}; correct that file") from None
-    tokenizer = pretrained_tokenizer(folder, Path(name).name)
+    if of_file is None:
+        tokenizer = pretrained_tokenizer(folder, Path(name).name)
+    else:
+        make = extra_module(f"{__package__}.gguf_tokenizer").tokenizer_of
+        tokenizer = make(of_file, Path(name).stem)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
-            f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
+            "tokens of the tokenizer; remove the tokens that the model lacks"
         )
-    checkpoint = _opened(folder, family.model_type, allow_nonfinite)
+    checkpoint = _opened(folder, family.model_type, allow_nonfinite, of_file)
     checkpoint.check_sizes(config)
     if config.tie_embeddings:
         checkpoint.check_tied()
@@ -119,10 +129,13 @@ def from_pretrained(
     return _loaded(*arguments), tokenizer
 
 
-def _opened(folder: Path, model_type: str, allow_nonfinite: bool) -> Checkpoint:
+def _opened(
+    folder: Path, model_type: str, allow_nonfinite: bool, of_file: Any = None
+) -> Checkpoint:
     return Checkpoint(
         folder,
         NAMES[model_type],
+        of_file=of_file,
         text_prefix=TEXT_PREFIXES.get(model_type, ""),
         ignored=IGNORED.get(model_type, ()),
         allow_nonfinite=allow_nonfinite,
@@ -181,7 +194,8 @@ def import_model(
     5e-5.
 
     Args:
-      name: a folder, or `owner/name` of a repository of the hub, as for `from_pretrained`.
+      name: a folder, a `.gguf` file, or `owner/name` of a repository of the hub, as for
+        `from_pretrained`.
       workdir: a new or empty folder.
       revision: branch, tag or commit of the repository.
       allow_nonfinite: whether weights may be NaN or infinite.
@@ -204,7 +218,7 @@ def import_model(
             "tokenizer in transformers"
         )
     length = min(filter(None, (DataConfig().sequence_length, model.config.max_length)))
-    corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else str(name))
+    corpus = MODEL + (Path(name).resolve().name if Path(name).exists() else str(name))
     data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
     config = {
         "seed": 0,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
@@ -138,7 +139,30 @@ def compiled_block(
     def one(x: Features, state: BlockState) -> tuple[Features, BlockState]:
         return part.with_leaves(leaves)(x, state=state, return_state=True)
 
-    return _by_row(one, by_row)(x, state)
+    return _apart(_by_row(one, by_row), leaves, x, state)
+
+
+def _apart(function: Callable, leaves: Leaves, x: Features, *others: PyTree) -> Any:
+    """Call a function of x and others whose weights are `leaves`, so that a CPU has the weights of
+    one layer at a time in float32, if they are in bfloat16.
+
+    CPUs have products of float32 only, and XLA would convert the weights of all layers before the
+    first product. A branch is compiled by itself: the other one is for x of NaN.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    if not is_cpu or x.shape[-2] > 1 or not any(w.dtype == jnp.bfloat16 for w in leaves):
+        return function(x, *others)
+    shapes = jax.eval_shape(function, x, *others)
+
+    def unknown(*_: PyTree) -> Any:
+        return jax.tree.map(lambda y: jnp.full(y.shape, _missing(y.dtype), y.dtype), shapes)
+
+    first = x.ravel()[0]
+    return lax.cond(first == first, function, unknown, x, *others)
+
+
+def _missing(dtype: np.dtype) -> float:
+    return np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
 
 
 def _by_row(function: Callable, by_row: int) -> Callable:
@@ -150,7 +174,7 @@ def _by_row(function: Callable, by_row: int) -> Callable:
 def read_out(part: Part, leaves: Leaves, x: Features) -> Float[Array, "*B T V"]:
     """Logits of the output of the last block."""
     outer = part.with_leaves(leaves)
-    return outer.readout(outer.normed(x))
+    return _apart(lambda x: outer.readout(outer.normed(x)), leaves, x)
 
 
 @partial(jax.jit, static_argnums=0)

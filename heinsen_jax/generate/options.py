@@ -5,6 +5,7 @@ import sys
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.runs.load import InferenceOptions, load_text_run
+from heinsen_jax.runtime.allocator import keep_freed_memory
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.typing import config_dataclass
 
@@ -43,6 +44,7 @@ class TextOptions(InferenceOptions):
         check_count("--max-new-tokens", self.max_new_tokens)
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range; give one below {2**63:,}")
+        keep_freed_memory()
         cache_compilations()
         chosen = {"best": not self.latest, "precision": self.model}
         model, tokenizer, _ = load_text_run(self.workdir, on_host=True, **chosen)

@@ -9,10 +9,11 @@ from flax import nnx
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import Engine, generate, load_state, stream
+from heinsen_jax.generate.compiled import step
 from heinsen_jax.generate.states import fingerprint
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from tests.models.mechanisms_test import build
-from tests.models.small import apply
+from tests.models.small import apply, random_model
 
 TOKENS = np.random.default_rng(0).integers(0, 17, (2, 13))
 PATTERN = "log", "softmax", "sliding_window"
@@ -158,3 +159,19 @@ def test_unsupported_calls_raise(model):
     fields = {"positions": "learned", "max_length": 5, "convolution_size": None}
     with pytest.raises(UserError, match=r"6 more tokens, but the model has 5 positions left"):
         Engine(build("softmax", **fields)).feed(TOKENS[0, :6])
+
+
+def test_a_cpu_has_the_parameters_of_one_layer_in_float32():
+    """Products of bfloat16 are computed in float32 there."""
+    sizes = {"vocab_size": 32, "model_dim": 64, "num_layers": 8, "num_heads": 4, "block": "llama"}
+    config = LanguageModelConfig(**sizes, attention="linear", param_dtype="bfloat16")
+    engine = Engine(random_model(config))
+    arguments = engine.structure, engine.weights, jnp.zeros(1, jnp.int32), engine.init_state((1,))
+    memory = step.lower(*arguments).compile().memory_analysis()
+    one_layer = sum(4 * x.size for x in engine.weights.layers[0])
+    assert memory.temp_size_in_bytes < 2 * one_layer
+    logits, _ = step(*arguments)
+    assert np.isfinite(logits).all()
+    first, *others = engine.weights.outer
+    bad = engine.weights._replace(outer=(jnp.full_like(first, np.nan), *others))
+    assert np.isnan(step(engine.structure, bad, *arguments[2:])[0]).all()

@@ -35,8 +35,8 @@ Types = gguf.GGMLQuantizationType
 
 def rows_of_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows as llama.cpp stores them for the architecture llama."""
-    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
+    in_two = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return in_two.swapaxes(1, 2).reshape(rows.shape)
 
 
 def write(path: Path, name: str, kind: Types = Types.F32, **changes) -> Path:
@@ -190,30 +190,30 @@ def test_scaled_positions_of_llama_3_are_read_from_their_factors(tmp_path):
 
     for factor in (8.0, 32.0):
         assert scaling(factors(factor))["factor"] == factor
-    with pytest.raises(UserError, match="not those of Llama 3"):
+    with pytest.raises(UserError, match="do not belong to Llama 3"):
         scaling(factors(16.0))
 
 
 def merged(text: str, scores: dict[str, float]) -> list[str]:
     """Repeatedly merge the adjacent pair whose result has the highest score, the first one."""
-    pieces = list(text)
+    parts = list(text)
     while True:
-        pairs = [(scores.get(a + b), -i) for i, (a, b) in enumerate(itertools.pairwise(pieces))]
+        pairs = [(scores.get(a + b), -i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
         pairs = [pair for pair in pairs if pair[0] is not None]
         if not pairs:
-            return pieces
+            return parts
         place = -max(pairs)[1]
-        pieces[place : place + 2] = ["".join(pieces[place : place + 2])]
+        parts[place : place + 2] = ["".join(parts[place : place + 2])]
 
 
-def test_pieces_of_sentencepiece_are_merged_by_their_scores(tmp_path):
-    pieces = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>"]
-    first = len(pieces)
+def test_subwords_of_sentencepiece_are_merged_by_their_scores(tmp_path):
+    parts = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>"]
+    first = len(parts)
     letters = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "▁abc", "cab", "bb"]
     order = [0, 0, 0, 0, -3, -1, -7, -2, -5, -4, -6, -9, -8]
     tokens = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces + letters,
+        "tokenizer.ggml.tokens": parts + letters,
         "tokenizer.ggml.scores": [0.0] * first + [float(x) for x in order],
         "tokenizer.ggml.token_type": [2, 3, 3, 6, 6] + [1] * len(letters),
         **{f"tokenizer.ggml.{x}_token_id": i for i, x in enumerate(("unknown", "bos", "eos"))},
@@ -225,7 +225,7 @@ def test_pieces_of_sentencepiece_are_merged_by_their_scores(tmp_path):
         text = "".join(rng.choice(list("abc ab"), 12)).strip() or "a"
         wanted = merged("▁" + text.replace(" ", "▁"), scores)
         ids = tokenizer.encode(text)
-        assert [(pieces + letters)[i] for i in ids] == wanted
+        assert [(parts + letters)[i] for i in ids] == wanted
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("é") == [first, 3, 4]
     assert tokenizer.start_ids == (1,)

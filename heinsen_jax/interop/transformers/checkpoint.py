@@ -50,7 +50,7 @@ class Checkpoint:
       text_prefix: beginning of names in place of "model.", if any.
       ignored: beginnings of names of tensors that are left out.
       allow_nonfinite: whether values may be NaN or infinite.
-      of_file: an open file, in place of those of a folder, with the interface of `safe_open`.
+      of_file: an open file, in place of the files in the folder, with the interface of `safe_open`.
 
     Raises:
       UserError: a file is missing or damaged, or has a tensor of another dtype.

@@ -152,7 +152,7 @@ class Gguf:
                     "original_max_position_embeddings": 8192,
                 }
         raise UserError(
-            f"{self.path}: the factors in {FREQUENCIES} are not those of Llama 3.1 or 3.2; choose "
+            f"{self.path}: the factors in {FREQUENCIES} do not belong to Llama 3.1 or 3.2; choose "
             "the files of the original model"
         )
 

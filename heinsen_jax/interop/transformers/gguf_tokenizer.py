@@ -34,7 +34,7 @@ def _split(numbers: str) -> list[JSON]:
 
 
 class Words(NamedTuple):
-    """How texts are divided before merges of bytes.
+    """Division of texts before merges of bytes.
 
     Attributes:
       parts: the components of the pre-tokenizer.
@@ -77,7 +77,7 @@ def tokenizer_of(file: Gguf, name: str) -> PretrainedTokenizer | None:
         for x, y in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     model = file.field("tokenizer.ggml.model")
-    if model not in (makers := {"gpt2": _of_bytes, "llama": _of_pieces}):
+    if model not in (makers := {"gpt2": _of_bytes, "llama": _of_subwords}):
         raise UserError(
             f"{file.path}: tokenizer.ggml.model={model!r} is unsupported; choose one of "
             f"{', '.join(makers)}"
@@ -120,8 +120,8 @@ def _of_bytes(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
     return document, words.adds_start
 
 
-def _of_pieces(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
-    """The same for a tokenizer of SentencePiece, whose pieces are merged by their scores."""
+def _of_subwords(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
+    """The same for a tokenizer of SentencePiece, whose subwords are merged by their scores."""
     scores = file.field("tokenizer.ggml.scores")
     prefix = file.field("tokenizer.ggml.add_space_prefix", True)
     replace: JSON = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -175,7 +175,7 @@ def _model(tokens: list[str], merges: list[str]) -> dict[str, JSON]:
 
 
 def _merges_of(tokens: list[str], scores: list[float]) -> list[str]:
-    """All pairs of pieces that make a piece, the highest score of the result first."""
+    """All pairs of tokens that make a token, the highest score of the result first."""
     ids = {token: i for i, token in enumerate(tokens)}
     pairs = [
         (-score, i, ids[token[:cut]], ids[token[cut:]], f"{token[:cut]} {token[cut:]}")

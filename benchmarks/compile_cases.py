@@ -70,6 +70,19 @@ def delta(query: jax.Array, key: jax.Array, value: jax.Array, share: jax.Array) 
     return ops.gated_delta_rule(query, key, value, erase=share, write=share)
 
 
+def apart(*arrays: jax.Array) -> jax.Array:
+    """Gated delta rule that erases along other keys than it writes."""
+    query, key, value, log_decay, share, erase_key = arrays
+    options: dict[str, Any] = {"erase": share, "erase_key": erase_key}
+    return ops.gated_delta_rule(query, key, value, log_decay=log_decay, **options)
+
+
+def in_two_steps(*arrays: jax.Array) -> jax.Array:
+    query, key, value, log_decay, share = arrays
+    options: dict[str, Any] = {"erase": share, "write": share, "num_steps": 2}
+    return ops.gated_delta_rule(query, key, value, log_decay=log_decay, **options)
+
+
 def mlstm(*arrays: jax.Array) -> jax.Array:
     *tokens, log_input, log_forget = arrays
     return ops.mlstm_attention(*tokens, log_input_gate=log_input, log_forget_gate=log_forget)
@@ -153,6 +166,7 @@ def light_and_heavy_feed_forward(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 TOKENS = (1, LENGTH, HEADS, DEPTH)
 QKV = (TOKENS,) * 3
+TWICE = 1, 2 * LENGTH, HEADS, DEPTH
 FEATURES = (1, LENGTH, HEADS, 2 * DEPTH)
 LOGITS = (1, LENGTH, HEADS)
 ROW: tuple[int, ...] = (1, LENGTH)
@@ -211,6 +225,12 @@ GATED_DELTA_RULE = {
     ),
     "gated_delta_rule, decay by feature, erasure": Case(
         gated, (*QKV, TOKENS, LOGITS), max_bytes=110_000
+    ),
+    "gated_delta_rule, erasure of another key": Case(
+        apart, (*QKV, TOKENS, TOKENS, TOKENS), LARGER, max_bytes=115_000
+    ),
+    "gated_delta_rule, two steps": Case(
+        in_two_steps, (TOKENS, *(TWICE,) * 2, LOGITS, TWICE[:-1]), LARGER, max_bytes=105_000
     ),
     "mlstm_attention": Case(mlstm, (*QKV, LOGITS, LOGITS), LARGER, max_bytes=110_000),
 }

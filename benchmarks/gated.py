@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens
-from compile_cases import delta, gated, mlstm
+from compile_cases import apart, delta, gated, in_two_steps, mlstm
 from jax.sharding import AxisType, PartitionSpec
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +44,8 @@ REQUIRED = {  # maximum time, as a multiple of linear attention's
     "gated_deltanet": 3.0,
     "kda": 3.0,
 }
+OF_KDA = {"rwkv7": 2.0, "gated_deltaproduct, 2 steps": 2.0}
+"""Maximum time, as a multiple of KDA's."""
 LARGE = 100.0  # factor of large decays
 
 
@@ -70,6 +72,7 @@ def cases(length: int) -> dict[str, tuple[Callable, tuple[jax.Array, ...]]]:
     feature_decay = jnp.asarray(-0.05 * rng.exponential(size=key.shape), jnp.float32)
     head_decay = jnp.asarray(-0.1 * rng.exponential(size=key.shape[:-1]), jnp.float32)
     share = jnp.asarray(rng.uniform(size=key.shape[:-1]), jnp.float32)
+    shares = jnp.asarray(rng.uniform(size=key.shape), jnp.float32)
     plain, unit = (query, key, value), (unit_query, unit_key, value)
     return {
         "linear": (linear_attention, plain),
@@ -82,6 +85,11 @@ def cases(length: int) -> dict[str, tuple[Callable, tuple[jax.Array, ...]]]:
         "gated_deltanet": (gated, (*unit, head_decay, share)),
         "kda": (gated, (*unit, feature_decay, share)),
         "kda, large decays": (gated, (*unit, LARGE * feature_decay, share)),
+        "rwkv7": (apart, (*plain, feature_decay, shares, unit_query)),
+        "gated_deltaproduct, 2 steps": (
+            in_two_steps,
+            (query, *(jnp.repeat(x, 2, 1) for x in unit[1:]), head_decay, jnp.repeat(share, 2, 1)),
+        ),
         "mlstm": (mlstm, (*plain, head_decay, head_decay)),
     }
 
@@ -164,12 +172,15 @@ def main(options: Options) -> int:
             np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.max(jnp.abs(a))))
     seconds = interleaved_medians(calls, options.repeats)
     ratios = {name: x / seconds["linear"] for name, x in seconds.items()}
+    of_kda = {name: seconds[name] / seconds["kda"] for name in OF_KDA}
     met = {name: ratios[name] <= limit for name, limit in REQUIRED.items()}
+    met |= {name: of_kda[name] <= limit for name, limit in OF_KDA.items()}
     record = {
         "environment": environment(),
         "setting": SETTING | {"length": options.length, "large_decays": LARGE},
         "seconds": seconds,
         "times_linear": ratios,
+        "times_kda": of_kda,
         "requirements": met,
         "exchanged_bytes": {name: exchanged_bytes(all_cases[name][1]) for name in names},
     }

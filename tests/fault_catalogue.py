@@ -560,8 +560,8 @@ ATTENTION_FAULTS = {
     ),
     "a convolution whose state is a token old": Fault(
         "heinsen_jax/attention/convolution.py",
-        "return y, together[..., length:, :]",
-        "return y, together[..., length - 1 : -1, :]",
+        "return parts, together[..., length:, :]",
+        "return parts, together[..., length - 1 : -1, :]",
         ("tests/models/parts_test.py",),
     ),
     "positions that restart with each chunk": Fault(
@@ -593,6 +593,24 @@ ATTENTION_FAULTS = {
         '"write": step}',
         '"write": jnp.ones_like(step)}',
         ("tests/attention/matrix_state_test.py",),
+    ),
+    "shares up to 2 without negative eigenvalues": Fault(
+        "heinsen_jax/attention/gated_deltanet2.py",
+        "erase = 2 * erase if self.config.negative_eigenvalues else erase",
+        "erase = 2 * erase",
+        ("tests/attention/matrix_state_test.py",),
+    ),
+    "steps that are not counted": Fault(
+        "heinsen_jax/attention/gated_deltaproduct.py",
+        "(1 + 2 * self.num_steps) / 3",
+        "1.0",
+        ("tests/attention/flops_test.py",),
+    ),
+    "a state that is read after its decay": Fault(
+        "heinsen_jax/attention/rwkv7.py",
+        "erased * jnp.exp(-log_decay)",
+        "erased",
+        ("tests/attention/oracle_test.py",),
     ),
     "a short convolution that begins again with each chunk": Fault(
         "heinsen_jax/attention/short_convolution.py",

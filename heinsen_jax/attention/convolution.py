@@ -47,27 +47,40 @@ class CausalConvolution(nnx.Module):
     ) -> tuple[Features, Float[Array, "*B last D"]]:
         """y `[*B, T, D]`, and the state after x. Tokens of other segments count as zeros; the state
         belongs to the first segment, and the new one to the last."""
-        taps, length = self.taps[...].astype(x.dtype), x.shape[-2]
+        taps = self.taps[...].astype(x.dtype)
         if state is None:
             state = self.init_state(x.shape[:-2])
-        together = jnp.concatenate([state.astype(x.dtype), x], -2)
-        segments = None
-        if segment_ids is not None:
-            counts = jnp.cumsum(segment_starts(segment_ids, None), -1, dtype=jnp.int32)
-            segments = jnp.pad(counts, [(0, 0)] * (x.ndim - 2) + [(len(taps) - 1, 0)])[..., None]
+        tokens, after = shifted(x, len(taps), state, segment_ids)
         y = jnp.zeros_like(x)
-        for shift, tap in enumerate(taps):
-            earlier = together[..., shift : shift + length, :]
-            if segments is not None:
-                own = segments[..., len(taps) - 1 :, :]
-                earlier = jnp.where(segments[..., shift : shift + length, :] == own, earlier, 0)
+        for tap, earlier in zip(taps, tokens, strict=True):
             y = y + jnp.broadcast_to(tap, x.shape) * earlier
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias[...].astype(x.dtype), x.shape)
-        if segments is not None:
-            together = jnp.where(segments == segments[..., -1:, :], together, 0)
-        return y, together[..., length:, :].astype(state.dtype)
+        return y, after
 
     def init_state(self, batch_shape: Sequence[int]) -> Float[Array, "*B last D"]:
         size, features = self.taps.shape
         return jnp.zeros((*batch_shape, size - 1, features), self.dtype or self.taps.dtype)
+
+
+def shifted(
+    x: Features,
+    size: int,
+    state: Float[Array, "*B last D"],
+    segment_ids: Integer[Array, "*B T"] | None,
+) -> tuple[list[Features], Float[Array, "*B last D"]]:
+    """x `[*B, T, D]` of size - 1, ..., 1 and 0 tokens before, after the size - 1 tokens in a state;
+    and the state after x. Tokens of other segments are zeros."""
+    length = x.shape[-2]
+    together = jnp.concatenate([state.astype(x.dtype), x], -2)
+    parts = [together[..., shift : shift + length, :] for shift in range(size)]
+    if segment_ids is not None:
+        counts = jnp.cumsum(segment_starts(segment_ids, None), -1, dtype=jnp.int32)
+        segments = jnp.pad(counts, [(0, 0)] * (x.ndim - 2) + [(size - 1, 0)])[..., None]
+        own = segments[..., size - 1 :, :]
+        parts = [
+            jnp.where(segments[..., shift : shift + length, :] == own, part, 0)
+            for shift, part in enumerate(parts)
+        ]
+        together = jnp.where(segments == segments[..., -1:, :], together, 0)
+    return parts, together[..., length:, :].astype(state.dtype)

@@ -43,15 +43,17 @@ class DeltaNetAttention(MatrixStateAttention[DeltaNetConfig]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        axes = "embed", "heads"
-        self.beta = linear(self.model_dim, self.num_heads, axes, use_bias=False, **options)
+        outputs, axes = self.num_steps * self.num_heads, ("embed", "heads")
+        self.beta = linear(self.model_dim, outputs, axes, use_bias=False, **options)
 
     def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         query, key, value, after = super().heads(x, call)
         return l2_normalized(query), l2_normalized(key), value, after
 
     def gates(self, x: Features) -> Gates:
+        *batch, length, _ = x.shape
         beta = jax.nn.sigmoid(in_float32(self.beta(x)))
+        beta = beta.reshape(*batch, self.num_steps * length, self.num_heads)
         if self.config.negative_eigenvalues:
             beta = 2 * beta
         return {"erase": beta, "write": beta}

@@ -55,6 +55,11 @@ class MatrixStateConfig(AttentionConfig):
     values, rounded."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of the norm of the outputs; 1e-6 by default."""
+    output_gate: Literal["feature", "head"] | None = None
+    """Whether the output has a gate by feature or by head of the values; the published one when
+    None."""
+    gate_activation: Literal["silu", "sigmoid"] | None = None
+    """Activation of the output gate; the published one, or SiLU, when None."""
     lora_rank: pydantic.PositiveInt | None = None
     """Rank of products A B that are added to the matrices of the projections to queries, keys,
     values, output gates and outputs, as in LoRA; B is initially 0. None are added when None."""
@@ -101,6 +106,7 @@ class Gates(TypedDict, total=False):
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
     erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
     write: Float[Array, "*B T N"] | Float[Array, "*B T N V"]
+    erase_key: Float[Array, "*B T N K"]
     log_input_gate: Float[Array, "*B T N"]
     log_forget_gate: Float[Array, "*B T N"]
 
@@ -153,7 +159,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
       summary: computes the state of the tokens alone, with the transition that `merge` needs.
       state_type: class of the mechanism's state.
       norms_heads_jointly: whether the norm is over all heads together.
-      gate_activation: activation of the output gate; no gate when None.
+      gate_activation: activation of the published output gate; no gate when None.
       softmax_projections: projections with the same meaning as in softmax attention, which a
         conversion keeps.
     """
@@ -174,18 +180,22 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
             raise ValueError(
                 f"num_key_heads={self.num_key_heads} does not divide {num_heads} heads of values"
             )
+        self.num_steps = steps = getattr(config, "num_steps", 1)
         keys, values = self.num_key_heads * self.key_depth, num_heads * self.value_depth
         axes = "embed", "heads"
         key_axes = axes if self.num_key_heads > 1 else ()
         dense = partial(linear, use_bias=False, lora_rank=config.lora_rank, **options)
-        self.query, self.key = (dense(model_dim, keys, key_axes) for _ in range(2))
-        self.value = dense(model_dim, values, axes)
+        self.query, self.key = (dense(model_dim, n * keys, key_axes) for n in (1, steps))
+        self.value = dense(model_dim, steps * values, axes)
         size = config.convolution_size if isinstance(config, ConvolvedConfig) else 0
         key_axis = "heads" if self.num_key_heads > 1 else None
         use_bias = getattr(config, "convolution_bias", False)
         self.convolutions = nnx.List(
             CausalConvolution(size, width, axis, use_bias=use_bias, **options)
-            for width, axis in ((keys, key_axis), (keys, key_axis), (values, "heads"))
+            for width, axis in (
+                *((keys, key_axis), (steps * keys, key_axis)),
+                (steps * values, "heads"),
+            )
             if size
         )
         self.gate = self.make_gate(values, **options)
@@ -196,9 +206,15 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         self, values: int, **options: Unpack[LayerOptions]
     ) -> nnx.Linear | LowRank | None:
         """The projection of the output gate, if any."""
-        if self.gate_activation is None:
+        config = self.config
+        if self.gate_activation is None and config.output_gate is None:
+            if config.gate_activation is not None:
+                raise ValueError(
+                    f"gate_activation={config.gate_activation!r} without a gate; set output_gate"
+                )
             return None
-        sizes, rank = (self.model_dim, values), self.config.lora_rank
+        width = self.num_heads if config.output_gate == "head" else values
+        sizes, rank = (self.model_dim, width), config.lora_rank
         return linear(*sizes, ("embed", "heads"), use_bias=False, lora_rank=rank, **options)
 
     def make_norm(self, **options: Unpack[LayerOptions]) -> nnx.Module:
@@ -213,7 +229,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
 
     def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         """Queries and keys `[..., T, G, K]`, with G = num_key_heads, values `[..., T, N, V]`, and
-        the new states of the convolutions."""
+        the new states of the convolutions; in several steps a token, all steps of keys and
+        values."""
         arrays, after = [self.query(x), self.key(x), self.value(x)], []
         for index, convolve in enumerate(self.convolutions):
             before = None if call.state is None else call.state.convolutions[index]
@@ -223,38 +240,62 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
             after.append(last)
         if isinstance(self.config, ConvolvedConfig):
             arrays = [jax.nn.silu(x) for x in arrays]
-        keys = *x.shape[:-1], self.num_key_heads, self.key_depth
-        query, key = (x.reshape(keys) for x in arrays[:2])
-        value = arrays[2].reshape(*keys[:-2], self.num_heads, self.value_depth)
+        *batch, length, _ = x.shape
+        keys, steps = (self.num_key_heads, self.key_depth), self.num_steps * length
+        query = arrays[0].reshape(*batch, length, *keys)
+        key = arrays[1].reshape(*batch, steps, *keys)
+        value = arrays[2].reshape(*batch, steps, self.num_heads, self.value_depth)
         return query, key, value, tuple(after)
 
     def apply(
         self, x: Features, call: CallArguments[MatrixStates]
     ) -> tuple[Features, MatrixStates | None]:
         query, key, value, convolutions = self.heads(x, call)
+        y, matrix = self.recur(query, key, value, self.gates(x), call)
+        y = self.finish(x, y.astype(x.dtype), value)
+        return y, self.state_after(x, matrix, convolutions, call)
+
+    def recur(
+        self,
+        query: OfHeads,
+        key: OfHeads,
+        value: OfHeads,
+        gates: Gates,
+        call: CallArguments[MatrixStates],
+    ) -> tuple[OfHeads, MatrixState | MLSTMState | None]:
+        """The mechanism's output `[..., T, N, V]`, and its new state, if the call has one."""
+        named = cast("dict[str, Array]", gates)
+        steps = {} if self.num_steps == 1 else {"num_steps": self.num_steps}
+
+        def with_gates(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
+                del is_causal
+                gates = dict(zip(named, arrays[3:], strict=True))
+                return function(*arrays[:3], **gates, **options, **steps)
+
+            return call
+
         with jax.named_scope("mechanism"):
-            gates = cast("dict[str, Array]", self.gates(x))
-
-            def with_gates(function: Callable[..., Any]) -> Callable[..., Any]:
-                def call(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
-                    del is_causal
-                    named = dict(zip(gates, arrays[3:], strict=True))
-                    return function(*arrays[:3], **named, **options)
-
-                return call
-
-            y, matrix = devices.recur(
+            return devices.recur(
                 call.with_state(None if call.state is None else call.state.matrix),
                 with_gates(self.op),
-                *(query, key, value, *gates.values()),
+                *(query, key, value, *named.values()),
                 empty=self.init_state(query.shape[:-3]).matrix,
                 summary=with_gates(self.summary),
             )
-        y = self.finish(x, y.astype(x.dtype), value)
+
+    @staticmethod
+    def state_after(
+        x: Features,
+        matrix: MatrixState | MLSTMState | None,
+        convolutions: tuple[Array, ...],
+        call: CallArguments[MatrixStates],
+    ) -> MatrixStates | None:
+        """The state after x, if the call has one."""
         if matrix is None or call.state is None:
-            return y, None
+            return None
         count = call.state.num_tokens
-        return y, MatrixStates(matrix, convolutions, None if count is None else count + x.shape[-2])
+        return MatrixStates(matrix, convolutions, None if count is None else count + x.shape[-2])
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         """The layer's output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
@@ -266,8 +307,10 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     def activated_gate(self, x: Features) -> Array:
         """The output gate `[..., T, N V]`"""
         assert self.gate is not None
-        activation = jax.nn.silu if self.gate_activation == "silu" else jax.nn.sigmoid
-        return activation(self.gate(x))
+        activation = self.config.gate_activation or self.gate_activation or "silu"
+        gate = (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(self.gate(x))
+        is_by_head = self.config.output_gate == "head"
+        return jnp.repeat(gate, self.value_depth, -1) if is_by_head else gate
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
@@ -285,11 +328,18 @@ class SoftplusDecay(nnx.Module):
     Args:
       rates: shape of a; the last axes of x.
       biases: shape of b; the last axes of x.
+      lower_bound: l, if log decays are l sigmoid(exp(a) (x + b)) instead.
     """
 
     def __init__(
-        self, rates: tuple[int, ...], biases: tuple[int, ...], **options: Unpack[LayerOptions]
+        self,
+        rates: tuple[int, ...],
+        biases: tuple[int, ...],
+        *,
+        lower_bound: float | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
+        self.lower_bound = lower_bound
         self.log_rate = parameter(log_of_uniform(1, 16), *rates, kind="vector", **options)
         bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
         self.bias = parameter(bias, *biases, kind="vector", **options)
@@ -300,6 +350,8 @@ class SoftplusDecay(nnx.Module):
             jnp.broadcast_to(in_float32(p[...]), x.shape) for p in (self.bias, self.log_rate)
         )
         step = jax.nn.softplus(x + bias)
+        if self.lower_bound is not None:
+            return step, self.lower_bound * jax.nn.sigmoid(jnp.exp(log_rate) * (x + bias))
         return step, -jnp.exp(log_rate) * step
 
 

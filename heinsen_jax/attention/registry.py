@@ -15,6 +15,8 @@ from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.dilated import DilatedAttention
 from heinsen_jax.attention.fox import ForgettingAttention
 from heinsen_jax.attention.gated_deltanet import GatedDeltaNetAttention
+from heinsen_jax.attention.gated_deltanet2 import GatedDeltaNet2Attention
+from heinsen_jax.attention.gated_deltaproduct import GatedDeltaProductAttention
 from heinsen_jax.attention.gla import GatedLinearAttention
 from heinsen_jax.attention.gqa import GroupedQueryAttention
 from heinsen_jax.attention.hgrn2 import HGRN2Attention
@@ -33,6 +35,7 @@ from heinsen_jax.attention.mlstm import MLSTMAttention
 from heinsen_jax.attention.performer import PerformerAttention
 from heinsen_jax.attention.retnet import RetentionAttention
 from heinsen_jax.attention.rmt import RecurrentMemoryAttention
+from heinsen_jax.attention.rwkv7 import RWKV7Attention
 from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention
 from heinsen_jax.attention.softmax import SoftmaxAttention
@@ -76,6 +79,9 @@ _MECHANISMS: dict[str, type[Attention]] = {
     "fox": ForgettingAttention,
     "log_window": LogWindowAttention,
     "short_convolution": ShortConvolution,
+    "gated_deltaproduct": GatedDeltaProductAttention,
+    "gated_deltanet2": GatedDeltaNet2Attention,
+    "rwkv7": RWKV7Attention,
 }
 
 

@@ -241,6 +241,7 @@ FORMAT = "3"
 ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias", "lora_rank"}
 ADDED_FIELDS |= {"num_key_heads", "num_value_heads", "scale", "output_gate"}
 ADDED_FIELDS |= {"zero_centered_norm", "logit_divisor", "convolution_bias"}
+ADDED_FIELDS |= {"gate_activation", "decay_lower_bound"}
 ADDED_FIELDS |= {"embedding_multiplier", "residual_multiplier"}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}

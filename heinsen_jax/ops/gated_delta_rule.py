@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax.numpy as jnp
+from jax import lax
 
 from heinsen_jax.ops.arguments import (
     check_array,
@@ -73,12 +74,14 @@ def _transit(transition: Array, matrix: Array) -> Array:
 
 def matrix_summary(
     query: Float[Array, "*B T G K"],
-    key: Float[Array, "*B T G K"],
-    value: Float[Array, "*B T N V"],
+    key: Float[Array, "*B S G K"],
+    value: Float[Array, "*B S N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    erase: Float[Array, "*B S N"] | Float[Array, "*B S N K"] | None = None,
+    write: Float[Array, "*B S N"] | Float[Array, "*B S N V"] | None = None,
+    erase_key: Float[Array, "*B S G K"] | None = None,
+    num_steps: int = 1,
     key_value_seq_lengths: Lengths | None = None,
 ) -> MatrixState:
     """Return the state of these tokens alone, with its transition. Args: as `gated_delta_rule`.
@@ -86,6 +89,11 @@ def matrix_summary(
     With erasure, the transition is computed as K more columns of the state, which start as the
     identity.
     """
+    if num_steps != 1:
+        arrays = query, key, value, log_decay, erase, write, erase_key, None
+        tokens = _in_steps(num_steps, *arrays, key_value_seq_lengths)
+        del tokens["segment_ids"]
+        return matrix_summary(**tokens)
     *batch, length, _, depth = key.shape
     heads, columns = value.shape[-2:]
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
@@ -97,7 +105,8 @@ def matrix_summary(
         value = jnp.concatenate([value, varying_like(zeros, value)], -1)
         identity = jnp.broadcast_to(jnp.eye(depth, dtype=dtype), (*batch, heads, depth, depth))
         start = jnp.concatenate([jnp.zeros((*batch, heads, depth, columns), dtype), identity], -1)
-        options |= {"erase": erase, "initial_state": varying_like(start, key)}
+        options |= {"erase": erase, "erase_key": erase_key}
+        options |= {"initial_state": varying_like(start, key)}
     _, state = gated_delta_rule(query, key, value, log_decay=log_decay, **options)
     if erase is not None:
         return MatrixState(state[..., :columns], state[..., columns:])
@@ -115,12 +124,14 @@ def matrix_summary(
 @overload
 def gated_delta_rule(
     query: Float[Array, "*B T G K"],
-    key: Float[Array, "*B T G K"],
-    value: Float[Array, "*B T N V"],
+    key: Float[Array, "*B S G K"],
+    value: Float[Array, "*B S N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    erase: Float[Array, "*B S N"] | Float[Array, "*B S N K"] | None = None,
+    write: Float[Array, "*B S N"] | Float[Array, "*B S N V"] | None = None,
+    erase_key: Float[Array, "*B S G K"] | None = None,
+    num_steps: int = 1,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
@@ -132,12 +143,14 @@ def gated_delta_rule(
 @overload
 def gated_delta_rule(
     query: Float[Array, "*B T G K"],
-    key: Float[Array, "*B T G K"],
-    value: Float[Array, "*B T N V"],
+    key: Float[Array, "*B S G K"],
+    value: Float[Array, "*B S N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    erase: Float[Array, "*B S N"] | Float[Array, "*B S N K"] | None = None,
+    write: Float[Array, "*B S N"] | Float[Array, "*B S N V"] | None = None,
+    erase_key: Float[Array, "*B S G K"] | None = None,
+    num_steps: int = 1,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
@@ -149,12 +162,14 @@ def gated_delta_rule(
 @over_devices
 def gated_delta_rule(
     query: Float[Array, "*B T G K"],
-    key: Float[Array, "*B T G K"],
-    value: Float[Array, "*B T N V"],
+    key: Float[Array, "*B S G K"],
+    value: Float[Array, "*B S N V"],
     *,
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    erase: Float[Array, "*B S N"] | Float[Array, "*B S N K"] | None = None,
+    write: Float[Array, "*B S N"] | Float[Array, "*B S N V"] | None = None,
+    erase_key: Float[Array, "*B S G K"] | None = None,
+    num_steps: int = 1,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
@@ -167,13 +182,21 @@ def gated_delta_rule(
         o_t = scale S_t^T q_t
 
     The state S `[K, V]` decays by g (`log_decay`); b (`erase`) is the fraction of the value stored
-    under the key k that is erased, and w (`write`) the factor of the new value. Published
-    mechanisms, with beta in [0, 1]:
+    under the key k that is erased, and w (`write`) the factor of the new value. With e
+    (`erase_key`), the direction of erasure is not the written key:
+
+        S_t = (I - (b_t * e_t) e_t^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T
+
+    With M = `num_steps`, a token makes M such steps, of which the first one decays the state; o_t
+    follows the last one. Published mechanisms, with beta in [0, 1]:
 
         b       w       g                   mechanism
         beta    beta    0                   DeltaNet
         beta    beta    by head             Gated DeltaNet
         beta    beta    by key feature      Kimi Delta Attention
+        by key feature, w by value feature, g by key feature    Gated DeltaNet-2
+        beta    beta    by head             Gated DeltaProduct, in M steps
+        by key feature, with e, w = 1, g by key feature         RWKV-7
         0       1       0                   linear attention without a normalizer
         0       1       constant by head    RetNet, Lightning Attention
         0       step    by head             Mamba-2 (SSD)
@@ -185,12 +208,14 @@ def gated_delta_rule(
 
     Args:
       query: q `[*B, T, G, K]`, with G heads.
-      key: k `[*B, T, G, K]`.
-      value: v `[*B, T, N, V]`, with N heads, a multiple of G; head n has the queries and keys of
+      key: k `[*B, S, G, K]`, with S = M T: the M steps of a token after each other.
+      value: v `[*B, S, N, V]`, with N heads, a multiple of G; head n has the queries and keys of
         head n // (N // G), which are repeated for a few tokens at a time only.
       log_decay: g <= 0 `[*B, T, N]`, or by key feature `[*B, T, N, K]`; 0 when None.
-      erase: b `[*B, T, N]` or `[*B, T, N, K]`; 0 when None, and no linear system is solved.
-      write: w `[*B, T, N]` or `[*B, T, N, V]`; 1 when None.
+      erase: b `[*B, S, N]` or `[*B, S, N, K]`; 0 when None, and no linear system is solved.
+      write: w `[*B, S, N]` or `[*B, S, N, V]`; 1 when None.
+      erase_key: e `[*B, S, G, K]`; k when None, with b on the other side. Needs `erase`.
+      num_steps: M.
       scale: factor of the output; 1 / sqrt(K) when None.
       segment_ids: `[*B, T]`, integers: each run of equal ids is independent of the others.
         `initial_state` belongs to the first segment, the returned state to the last.
@@ -218,8 +243,17 @@ def gated_delta_rule(
     References:
       Yang et al., 2024, Gated Delta Networks, arXiv:2412.06464; Kimi Team, 2025, Kimi Linear,
       arXiv:2510.26692; Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Yang et al.,
-      2023, Gated Linear Attention, arXiv:2312.06635.
+      2023, Gated Linear Attention, arXiv:2312.06635; Peng et al., 2025, RWKV-7, arXiv:2503.14456;
+      Siems et al., 2025, DeltaProduct, arXiv:2502.10297.
     """
+    if num_steps != 1:
+        arrays = query, key, value, log_decay, erase, write, erase_key
+        tokens = _in_steps(num_steps, *arrays, segment_ids, key_value_seq_lengths)
+        states = {"initial_state": initial_state, "return_state": return_state, "scale": scale}
+        result = cast(Any, gated_delta_rule).__wrapped__(**tokens, **states)
+        y, *state = result if return_state else (result,)
+        y = y[..., num_steps - 1 :: num_steps, :, :]
+        return (y, *state) if return_state else y
     _check_heads(query, key, value)
     check_tokens(
         key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
@@ -231,6 +265,9 @@ def gated_delta_rule(
     check_decay("log_decay", log_decay)
     check_array("erase", erase, (by_head, by_feature_of_key), jnp.floating)
     check_array("write", write, (by_head, value.shape), jnp.floating)
+    check_array("erase_key", erase_key, (key.shape,), jnp.floating)
+    if erase_key is not None and erase is None:
+        raise ValueError("erase_key needs erase, the share that is erased; give both, or neither")
     state_shape = (*batch, heads, key_depth, value_depth)
     check_array("initial_state", initial_state, (state_shape,), jnp.floating)
 
@@ -267,12 +304,82 @@ def gated_delta_rule(
         feature_decay,
         erase,
     )
+    if erase_key is not None:
+        tokens = _in_two_steps(tokens, per_token(erase_key))
     state = initial_state.astype(dtype).reshape(size * heads, key_depth, value_depth)
-    y, state = recur(tokens, state)
+    y, state = recur(tokens, state, alternates=erase_key is not None)
+    y = y if erase_key is None else y[:, 1::2]
     y = y.reshape(*batch, length, heads, value_depth).astype(output_dtype)
     if not return_state:
         return y
     return y, state.reshape(state_shape).astype(initial_state.dtype)
+
+
+def _in_steps(
+    steps: int,
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    erase: Array | None,
+    write: Array | None,
+    erase_key: Array | None,
+    segment_ids: Array | None,
+    lengths: Array | None,
+) -> dict[str, Any]:
+    """Arguments of `gated_delta_rule` with one step for each token.
+
+    Raises:
+      ValueError: the number of steps does not fit the tokens.
+    """
+    *batch, length, _, _ = query.shape
+    if steps < 1 or key.shape[:-2] != (*batch, steps * length):
+        raise ValueError(
+            f"key {key.shape} must have num_steps={steps} steps for each token of query "
+            f"{query.shape}"
+        )
+
+    def alone(x: Array | None, place: int) -> Array | None:
+        """x at one of the steps of its token, and 0 at the others."""
+        if x is None:
+            return None
+        axis = len(batch) + 1
+        widths = [(0, 0)] * (x.ndim + 1)
+        widths[axis] = place, steps - 1 - place
+        x = jnp.pad(jnp.expand_dims(x, axis), widths)
+        return lax.collapse(x, axis - 1, axis + 1)
+
+    return {
+        **{"query": alone(query, steps - 1), "key": key, "value": value},
+        **{"log_decay": alone(log_decay, 0), "erase": erase, "write": write},
+        "erase_key": erase_key,
+        "segment_ids": None if segment_ids is None else jnp.repeat(segment_ids, steps, -1),
+        "key_value_seq_lengths": None if lengths is None else steps * lengths,
+    }
+
+
+def _in_two_steps(tokens: MatrixOperands, erase_key: Float[Array, "B T G K"]) -> MatrixOperands:
+    """Operands of `recur` that alternates: tokens that decay the state and erase, each followed by
+    one that writes."""
+    heads = tokens.value.shape[2]
+    assert tokens.erase is not None
+    erase_key, key = (jnp.repeat(x, heads // x.shape[2], 2) for x in (erase_key, tokens.key))
+    query = jnp.repeat(tokens.query, heads // tokens.query.shape[2], 2)
+
+    def both(first: Array, second: Array) -> Array:
+        return lax.collapse(jnp.stack([first, second], 2), 1, 3)
+
+    head_decay, feature_decay = (
+        None if x is None else both(x, jnp.zeros_like(x))
+        for x in (tokens.head_decay, tokens.feature_decay)
+    )
+    return MatrixOperands(
+        both(erase_key[..., None, :], query),
+        both(tokens.erase * erase_key, key),
+        both(jnp.zeros_like(tokens.value), tokens.value),
+        head_decay,
+        feature_decay,
+    )
 
 
 def _check_heads(query: Array, key: Array, value: Array) -> None:

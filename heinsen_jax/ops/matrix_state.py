@@ -84,16 +84,21 @@ def segment_decay(
 
 
 # Compiled once outside another `jit`.
-@partial(jax.jit, static_argnames="attends_to_itself", inline=True)
+@partial(jax.jit, static_argnames=("attends_to_itself", "alternates"), inline=True)
 def recur(
-    tokens: MatrixOperands, state: Float[Array, "X K V"], *, attends_to_itself: bool = True
+    tokens: MatrixOperands,
+    state: Float[Array, "X K V"],
+    *,
+    attends_to_itself: bool = True,
+    alternates: bool = False,
 ) -> tuple[Float[Array, "B T N R V"], Float[Array, "X K V"]]:
     """Return o, and the state after all tokens; X = B N.
 
-    If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t.
+    If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t. If
+    `alternates`, the queries of tokens 0, 2, ... are r, and their o has no meaning; N = G.
     """
     batch, length, groups, heads, _ = tokens.query.shape
-    size, blocks = _in_blocks(tokens)
+    size, blocks = _in_blocks(tokens, erases=alternates or tokens.erase is not None)
     value_heads = tokens.value.shape[2]
 
     def block(state: Array, tokens: MatrixOperands) -> tuple[Array, Array]:
@@ -101,7 +106,8 @@ def recur(
         if value_heads != groups:  # only for the tokens of a block
             shared = partial(jnp.repeat, repeats=value_heads // groups, axis=1)
             chunks = chunks._replace(query=shared(chunks.query), key=shared(chunks.key))
-        state, y = _block(state, chunks, heads=heads, attends_to_itself=attends_to_itself)
+        options = {"attends_to_itself": attends_to_itself, "alternates": alternates}
+        state, y = _block(state, chunks, heads=heads, **options)
         return state, unchunk(y, value_heads, heads)
 
     if blocks.key.shape[0] != 1:
@@ -128,11 +134,11 @@ def recur_with_normalizer(
     return (y[..., :-1], y[..., -1:]), (after[..., :-1], after[..., -1])
 
 
-def _in_blocks(tokens: MatrixOperands) -> tuple[int, MatrixOperands]:
+def _in_blocks(tokens: MatrixOperands, *, erases: bool) -> tuple[int, MatrixOperands]:
     """Return the size of a chunk, and the tokens in blocks of chunks `[I, B, J C, ...]`, padded
     with tokens without any effect."""
     batch, length = tokens.key.shape[:2]
-    is_plain = tokens.feature_decay is None and tokens.erase is None
+    is_plain = tokens.feature_decay is None and not erases
     size = CHUNK if is_plain else SMALL_CHUNK
     while length > 0 and is_at_most(length, size // 2):
         size //= 2
@@ -148,7 +154,7 @@ def _in_blocks(tokens: MatrixOperands) -> tuple[int, MatrixOperands]:
 
 
 def _block(
-    state: Array, chunks: MatrixOperands, *, heads: int, attends_to_itself: bool
+    state: Array, chunks: MatrixOperands, *, heads: int, attends_to_itself: bool, alternates: bool
 ) -> tuple[Array, Array]:
     """Return the state after the chunks of a block `[X, K, V]`, and their outputs
     `[J, X, R C, V]`."""
@@ -158,9 +164,13 @@ def _block(
     if erase is not None:
         rows = jnp.concatenate([rows, erase[:, :, None]], 2)
     (scores, rows, key), decay = _scaled(rows, chunks)
-    if erase is not None:
-        inverse = _inverse(jnp.tril(scores[:, :, -1], -1))
-        value, erase = matmul(inverse, value), matmul(inverse, rows[:, :, -1])
+    if alternates or erase is not None:
+        of_erasure, erase = scores[:, :, -1], rows[:, :, -1]
+        if alternates:
+            erases = _as_numbers(np.arange(key.shape[-2]) % 2 == 0, key)[None, None, :, None]
+            of_erasure, erase = of_erasure * erases, erase * erases
+        inverse = _inverse(jnp.tril(of_erasure, -1))
+        value, erase = matmul(inverse, value), matmul(inverse, erase)
 
     def step(
         state: Array, chunk: tuple[Array, Array, Array, Array | None]

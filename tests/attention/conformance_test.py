@@ -63,6 +63,8 @@ VARIANTS |= {
     "block_sparse": ("block_sparse", {"block_size": 6, "num_summaries": 2}),
     "rmt": ("rmt", {"segment_length": 16, "num_memories": 2}),
     "mamba2": ("mamba2", {"key_depth": 8}),
+    "gated_deltaproduct, groups": ("gated_deltaproduct", {"num_key_heads": 2, "num_steps": 3}),
+    "kda, lower bound": ("kda", {"decay_lower_bound": -5.0, "output_gate": "head"}),
     "mamba2, groups": ("mamba2", {"key_depth": 8, "num_key_heads": 2}),
     "gated_deltanet, groups": ("gated_deltanet", {"num_key_heads": 1, "num_value_heads": 4}),
     "log_window, rotary": ("log_window", {"window_size": 7, "positions": "rotary"}),

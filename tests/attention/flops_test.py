@@ -28,6 +28,9 @@ FLOPS = {
     "mlstm": 2048.0,
     "log_window": 23568.0,
     "short_convolution": 0.0,
+    "gated_deltaproduct": 11520.0,
+    "gated_deltanet2": 6144.0,
+    "rwkv7": 6144.0,
 }
 """For 512 tokens, 4 heads and a width of 64."""
 

@@ -71,11 +71,17 @@ def recurrence(
     return np.stack(y)
 
 
-def output(p: Any, x: Array, y: list[Array], gate: Callable[[Array], Array] | None) -> Array:
-    """(rms(o) * gate(x Wg)) Wo, with a norm of each head."""
+def output(
+    layer: Any, p: Any, x: Array, y: list[Array], gate: Callable[[Array], Array] | None
+) -> Array:
+    """(rms(o) * gate(x Wg)) Wo, with a norm of each head; options replace the published gate."""
     normed = np.concatenate([rms(o, p["norm.scale"]) for o in y], 1)
-    if gate is not None:
-        normed = normed * gate(x @ p["gate.kernel"])
+    kind, chosen = layer.config.output_gate, layer.config.gate_activation
+    if gate is not None or kind is not None:
+        activation = {"silu": silu, "sigmoid": sigmoid}.get(chosen, gate or silu)
+        factors = activation(x @ p["gate.kernel"])
+        factors = np.repeat(factors, layer.value_depth, 1) if kind == "head" else factors
+        normed = normed * factors
     return normed @ p["output.kernel"]
 
 
@@ -89,7 +95,7 @@ def retnet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
         weights = np.where(behind >= 0, gamma ** np.maximum(behind, 0), 0)
         scores = rotated(query) @ rotated(key).T / math.sqrt(layer.key_depth)
         y.append((weights * scores) @ value)
-    return output(p, x, y, silu)
+    return output(layer, p, x, y, silu)
 
 
 def rotated(x: Array) -> Array:
@@ -116,7 +122,7 @@ def gla(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
         recurrence(q, k, v, a, nothing, scale)
         for q, k, v, a in zip(*heads_of(layer, p, x), decay, strict=True)
     ]
-    return output(p, x, y, silu)
+    return output(layer, p, x, y, silu)
 
 
 def hgrn2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
@@ -178,7 +184,7 @@ def delta(layer: Any, p: Any, x: Array, decay: Array) -> list[Array]:
 def deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     assert is_causal
     ones = np.ones((layer.num_heads, len(x), 1))
-    return output(p, x, delta(layer, p, x, ones), None)
+    return output(layer, p, x, delta(layer, p, x, ones), None)
 
 
 def gated_deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
@@ -187,7 +193,7 @@ def gated_deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     rates = -np.exp(p["to_log_decay.log_rate"]) * softplus(
         x @ p["decay.kernel"] + p["to_log_decay.bias"]
     )
-    return output(p, x, delta(layer, p, x, split(layer, np.exp(rates))), silu)
+    return output(layer, p, x, delta(layer, p, x, split(layer, np.exp(rates))), silu)
 
 
 def kda(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
@@ -195,11 +201,100 @@ def kda(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     assert is_causal
     logits = x @ p["decay.down.kernel"] @ p["decay.up.kernel"]
     logits = logits + p["to_log_decay.bias"].reshape(-1)
-    rates = -np.exp(p["to_log_decay.log_rate"])[..., None] * softplus(split(layer, logits))
+    log_rate, logits = p["to_log_decay.log_rate"][..., None], split(layer, logits)
+    rates = -np.exp(log_rate) * softplus(logits)
+    if layer.config.decay_lower_bound is not None:
+        rates = layer.config.decay_lower_bound * sigmoid(np.exp(log_rate) * logits)
     y = delta(layer, p, x, np.exp(rates))
     gate = x @ p["gate.down.kernel"] @ p["gate.up.kernel"] + p["gate.up.bias"]
     normed = np.concatenate([rms(o, p["norm.scale"]) for o in y], 1)
     return (normed * sigmoid(gate)) @ p["output.kernel"]
+
+
+def gated_deltanet2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """S_t = (I - k_t (b_t * k_t)^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T."""
+    assert is_causal
+    low_rank = x @ p["decay.down.kernel"] @ p["decay.up.kernel"]
+    rate = np.exp(p["to_log_decay.log_rate"])
+    erase, write = (sigmoid(x @ p[f"{name}.kernel"]) for name in ("beta", "write"))
+    erase = erase * (2 if layer.config.negative_eigenvalues else 1)
+    y = []
+    for head, (q, k, v) in enumerate(zip(*heads_of(layer, p, x), strict=True)):
+        logits = split(layer, low_rank)[head] + p["to_log_decay.bias"][head]
+        decay = np.exp(-rate[head] * softplus(logits))
+        b, w = split(layer, erase)[head], split(layer, write)[head]
+        state, outputs = np.zeros((layer.key_depth, layer.value_depth)), []
+        for t in range(len(x)):
+            key = unit(k[t])
+            state = decay[t][:, None] * state
+            state = state - np.outer(key, (b[t] * key) @ state) + np.outer(key, w[t] * v[t])
+            outputs.append(unit(q[t]) @ state / math.sqrt(layer.key_depth))
+        y.append(np.stack(outputs))
+    gate = x @ p["gate.down.kernel"] @ p["gate.up.kernel"] + p["gate.up.bias"]
+    normed = np.concatenate([rms(o, p["norm.scale"]) for o in y], 1)
+    return (normed * sigmoid(gate)) @ p["output.kernel"]
+
+
+def gated_deltaproduct(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """For i = 1 ... M: S <- S + beta_i k_i (v_i - S^T k_i)^T, after a decay."""
+    assert is_causal
+    steps, heads = layer.config.num_steps, layer.num_heads
+    query, key, value = projected(layer, p, x)
+    keys, values = (
+        array.reshape(len(x), steps, heads, -1).transpose(2, 0, 1, 3) for array in (key, value)
+    )
+    beta = sigmoid(x @ p["beta.kernel"]).reshape(len(x), steps, heads)
+    beta = beta * (2 if layer.config.negative_eigenvalues else 1)
+    logits = x @ p["decay.kernel"] + p["to_log_decay.bias"]
+    decay = np.exp(-np.exp(p["to_log_decay.log_rate"]) * softplus(logits))
+    y = []
+    for head, q in enumerate(split(layer, query)):
+        state, outputs = np.zeros((layer.key_depth, layer.value_depth)), []
+        for t in range(len(x)):
+            state = decay[t, head] * state
+            for i in range(steps):
+                k = unit(keys[head, t, i])
+                error = values[head, t, i] - k @ state
+                state = state + beta[t, i, head] * np.outer(k, error)
+            outputs.append(unit(q[t]) @ state / math.sqrt(layer.key_depth))
+        y.append(np.stack(outputs))
+    return output(layer, p, x, y, silu)
+
+
+def rwkv7(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """S_t = S_(t-1) (diag(w) - e^T (a e)) + v^T k, in rows as published (equation 16)."""
+    assert is_causal
+    before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+
+    def mixed(name: str) -> Array:
+        return x + p[f"mixes.{name}"] * (before - x)
+
+    def low_rank(name: str, activation: Callable[[Array], Array]) -> Array:
+        inner = activation(mixed(name) @ p[f"{name}.down.kernel"])
+        return inner @ p[f"{name}.up.kernel"] + p.get(f"{name}.up.bias", 0)
+
+    decay = np.exp(-math.exp(-0.5) * sigmoid(low_rank("decay", np.tanh)))
+    share = sigmoid(low_rank("rate", lambda x: x))
+    gate = low_rank("gate", sigmoid)
+    query, plain, value = (mixed(x) @ p[f"{x}.kernel"] for x in ("query", "key", "value"))
+    key = plain * (1 + (share - 1) * p["key_rate"])
+    bonus = np.broadcast_to(p["bonus"], plain.shape)
+    parts = query, key, value, decay, share, plain * p["key_scale"], bonus
+    per_head = [split(layer, part) for part in parts]
+    y = []
+    for r, k, v, w, a, erased, u in zip(*per_head, strict=True):
+        state, outputs = np.zeros((layer.value_depth, layer.key_depth)), []
+        for t in range(len(x)):
+            e = unit(erased[t])
+            state = state @ (np.diag(w[t]) - np.outer(e, a[t] * e)) + np.outer(v[t], k[t])
+            outputs.append(state @ r[t])
+        o = np.stack(outputs)
+        centered = o - o.mean(1, keepdims=True)
+        epsilon = 1e-5 * layer.value_depth
+        normed = centered / np.sqrt((centered**2).mean(1, keepdims=True) + epsilon)
+        y.append((normed, (r * k * u).sum(1, keepdims=True) * v))
+    normed, itself = (np.concatenate(x, 1) for x in zip(*y, strict=True))
+    return ((normed * p["norm_scale"] + p["norm_bias"] + itself) * gate) @ p["output.kernel"]
 
 
 def mlstm(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
@@ -237,4 +332,7 @@ MATRIX_ORACLES: dict[str, Callable[[Any, Any, Array, bool], Array]] = {
     "kda": kda,
     "mlstm": mlstm,
     "short_convolution": short_convolution,
+    "gated_deltanet2": gated_deltanet2,
+    "gated_deltaproduct": gated_deltaproduct,
+    "rwkv7": rwkv7,
 }

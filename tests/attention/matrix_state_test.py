@@ -16,6 +16,7 @@ RANGES = {
     "mamba2": RATES | {"skip": (1, 1), "convolutions.0.bias": (0, 0), "norm.scale": (1, 1)},
     "mlstm": {"forget_gate.bias": (3, 6), "input_gate.bias": (0, 0), "norm_scale": (1, 1)},
     "hgrn2": {"sigmoid(bound)": (0.3, 0.3)},
+    "rwkv7": {"decay.up.bias": (-6, 0), "key_scale": (0.71, 0.71), "mixes.gate": (0.5, 0.5)},
 }
 FUNCTIONS = {
     "exp": np.exp,
@@ -37,8 +38,8 @@ def test_initial_values(name):
     for field, (low, high) in RANGES[name].items():
         function, _, path = field.rstrip(")").rpartition("(")
         value = FUNCTIONS.get(function, np.asarray)(values[path])
-        assert value.min() >= low * (1 - 1e-5)
-        assert value.max() <= high * (1 + 1e-5)
+        assert value.min() >= low - 1e-5 * abs(low)
+        assert value.max() <= high + 1e-5 * abs(high)
         assert value.max() - value.min() >= 0.7 * (high - low)
 
 
@@ -51,7 +52,9 @@ def test_default_widths_are_published_multiples(name):
     assert (layer.key_depth, layer.value_depth) == depths[name]
 
 
-@pytest.mark.parametrize("name", ["retnet", "gated_deltanet", "mlstm", "short_convolution"])
+@pytest.mark.parametrize(
+    "name", ["retnet", "gated_deltanet", "mlstm", "rwkv7", "short_convolution"]
+)
 def test_chunks_equal_one_pass(name):
     """Also positions and convolutions continue."""
     assert_chunks_equal_one_pass(random_layer(name), [4, 3])
@@ -86,6 +89,13 @@ def test_negative_eigenvalues_double_what_a_token_replaces():
     )
     for gate in ("erase", "write"):
         np.testing.assert_allclose(two[gate], 2 * one[gate])
+    one, two = (
+        random_layer("gated_deltanet2", negative_eigenvalues=negative).gates(x)
+        for negative in (False, True)
+    )
+    assert 0 < np.min(one["erase"]) < np.max(one["erase"]) < 1
+    np.testing.assert_allclose(two["erase"], 2 * one["erase"])
+    np.testing.assert_array_equal(two["write"], one["write"])
 
 
 def test_keys_of_hgrn2_are_the_complements_of_its_forget_gates():
@@ -103,3 +113,9 @@ def test_keys_of_hgrn2_are_the_complements_of_its_forget_gates():
 def test_the_epsilon_of_the_norm_is_an_option(name):
     assert random_layer(name, norm_epsilon=0.5).norm.epsilon == 0.5
     assert random_layer(name).norm.epsilon == 1e-6
+
+
+def test_an_activation_needs_an_output_gate():
+    with pytest.raises(ValueError, match="gate_activation='silu' without a gate; set output_gate"):
+        random_layer("deltanet", gate_activation="silu")
+    assert random_layer("deltanet", output_gate="head").gate.kernel.shape[1] == 2

@@ -108,6 +108,23 @@ VARIANTS |= {
         "mamba2",
         {"key_depth": 5, "num_key_heads": 2, "num_value_heads": 6, "convolution_bias": False},
     ),
+    "gated_deltanet, sigmoid by head": (
+        "gated_deltanet",
+        {"output_gate": "head", "gate_activation": "sigmoid"},
+    ),
+    "deltanet, gate": ("deltanet", {"output_gate": "feature"}),
+    "kda, lower bound": ("kda", {"decay_lower_bound": -5.0}),
+    "gated_deltanet2": ("gated_deltanet2", {}),
+    "gated_deltanet2, negative": (
+        "gated_deltanet2",
+        {"negative_eigenvalues": True, "key_depth": 3, "value_depth": 5},
+    ),
+    "gated_deltaproduct": ("gated_deltaproduct", {}),
+    "gated_deltaproduct, three steps": (
+        "gated_deltaproduct",
+        {"num_steps": 3, "key_depth": 3, "negative_eigenvalues": False},
+    ),
+    "rwkv7": ("rwkv7", {"decay_rank": 3, "gate_rank": 5}),
     "short_convolution": ("short_convolution", {}),
     "short_convolution, biases": ("short_convolution", {"use_bias": True, "convolution_size": 5}),
     "deltanet": ("deltanet", {}),

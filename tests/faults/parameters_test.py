@@ -48,6 +48,13 @@ MATRICES: dict[str, set[str]] = {
     "taylor": HEADS,
     "fox": HEADS | {"forget_gate.kernel"},
     "log_window": HEADS | FEATURES,
+    "gated_deltaproduct": QKV | {"beta.kernel", "decay.kernel", "gate.kernel"},
+    "gated_deltanet2": QKV
+    | RANKS
+    | {"beta.kernel", "write.kernel", "gate.down.kernel", "gate.up.kernel"},
+    "rwkv7": QKV
+    | RANKS
+    | {f"{name}.{part}.kernel" for name in ("rate", "gate") for part in ("down", "up")},
     "short_convolution": {
         *("input_gate.kernel", "output_gate.kernel", "value.kernel", "output.kernel")
     },

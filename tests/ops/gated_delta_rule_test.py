@@ -21,7 +21,6 @@ from heinsen_jax.ops import (
 from heinsen_jax.ops.gated_delta_rule import matrix_summary
 
 BATCH, HEADS, KEY_DEPTH, VALUE_DEPTH = 2, 2, 5, 3
-NAMES = "query", "key", "value", "log_decay", "erase", "write", "initial_state"
 
 
 def recurrence(
@@ -33,32 +32,33 @@ def recurrence(
     write: Any = 1.0,
     initial_state: Any = 0.0,
     starts: Any = False,
+    erase_key: Any = None,
+    num_steps: int = 1,
 ) -> tuple[Any, Any]:
     """S_t = (I - k_t (b_t * k_t)^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T, o_t = S_t^T q_t /
-    sqrt(K), with S = 0 before tokens that start a segment."""
-    shape = *key.shape[:-1], 1
-    tokens = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "decay": jnp.exp(expand(log_decay, key)),
-        "erase": expand(erase, key),
-        "write": expand(write, value),
-        "keep": jnp.broadcast_to(~jnp.asarray(starts)[..., None, None], shape).astype(key.dtype),
-    }
+    sqrt(K), with S = 0 before tokens that start a segment; or (I - (b_t * e_t) e_t^T) with
+    `erase_key`. In several steps a token, o_t follows the last one, and others have g = 0."""
+    length, depth = query.shape[1], key.shape[-1]
+    gates = {"erase": expand(erase, key), "write": expand(write, value)}
+    gates |= {"key": key, "value": value, "other": key if erase_key is None else erase_key}
+    steps = {name: x.reshape(-1, length, num_steps, *x.shape[2:]) for name, x in gates.items()}
+    keep = jnp.broadcast_to(~jnp.asarray(starts)[..., None, None], (*query.shape[:-1], 1))
+    steps |= {"query": query, "decay": keep * jnp.exp(expand(log_decay, query))}
     state = jnp.broadcast_to(initial_state, (*key.shape[:1], *key.shape[2:], value.shape[-1]))
 
     def step(state: Any, token: Any) -> tuple[Any, Any]:
-        k = token["key"]
-        state = (token["keep"] * token["decay"])[..., None] * state
-        read = jnp.einsum("bnk,bnkv->bnv", token["erase"] * k, state)
-        written = token["write"] * token["value"] - read
-        state = state + jnp.einsum("bnk,bnv->bnkv", k, written)
+        state = token["decay"][..., None] * state
+        for i in range(num_steps):
+            k, v, e, b, w = (token[x][:, i] for x in ("key", "value", "other", "erase", "write"))
+            first, second = (k, b * k) if erase_key is None else (b * e, e)
+            read = jnp.einsum("bnk,bnkv->bnv", second, state)
+            state = state - jnp.einsum("bnk,bnv->bnkv", first, read)
+            state = state + jnp.einsum("bnk,bnv->bnkv", k, w * v)
         return state, jnp.einsum("bnk,bnkv->bnv", token["query"], state)
 
-    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
+    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in steps.items()}
     state, y = lax.scan(step, state, tokens)
-    return jnp.moveaxis(y, 0, 1) / np.sqrt(key.shape[-1]), state
+    return jnp.moveaxis(y, 0, 1) / np.sqrt(depth), state
 
 
 def expand(x: Any, like: Any) -> Any:
@@ -75,13 +75,19 @@ class Case(NamedTuple):
     write: str | None = None
     strength: float = 0.1
     segments: bool = False
+    num_steps: int = 1
+    is_apart: bool = False
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
         tokens = BATCH, self.length, HEADS
-        query, key = rng.standard_normal((2, *tokens, KEY_DEPTH))
-        arrays = {"query": query, "key": key / np.linalg.norm(key, axis=-1, keepdims=True)}
-        arrays["value"] = rng.standard_normal((*tokens, VALUE_DEPTH))
+        steps = BATCH, self.length * self.num_steps, HEADS
+        query = rng.standard_normal((*tokens, KEY_DEPTH))
+        key, other = (unit(rng.standard_normal((*steps, KEY_DEPTH))) for _ in range(2))
+        arrays = {"query": query, "key": key}
+        arrays["value"] = rng.standard_normal((*steps, VALUE_DEPTH))
+        if self.is_apart:
+            arrays["erase_key"] = other
         if self.decay is not None:
             decay = -self.strength * rng.exponential(size=shape(tokens, self.decay, KEY_DEPTH))
             if self.strength > 1:
@@ -89,9 +95,9 @@ class Case(NamedTuple):
                 decay = np.where(rng.uniform(size=decay.shape) < 0.1, special, decay)
             arrays["log_decay"] = decay
         if self.erase is not None:
-            arrays["erase"] = rng.uniform(0, 2, shape(tokens, self.erase, KEY_DEPTH))
+            arrays["erase"] = rng.uniform(0, 2, shape(steps, self.erase, KEY_DEPTH))
         if self.write is not None:
-            arrays["write"] = rng.standard_normal(shape(tokens, self.write, VALUE_DEPTH))
+            arrays["write"] = rng.standard_normal(shape(steps, self.write, VALUE_DEPTH))
         arrays["initial_state"] = rng.standard_normal((BATCH, HEADS, KEY_DEPTH, VALUE_DEPTH))
         return arrays
 
@@ -100,6 +106,10 @@ class Case(NamedTuple):
             return None
         rng = np.random.default_rng(1)
         return np.cumsum(rng.uniform(size=(BATCH, self.length)) < 0.05, 1).astype(np.int32)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def shape(tokens: tuple[int, ...], kind: str, depth: int) -> tuple[int, ...]:
@@ -117,6 +127,12 @@ CASES = [
     Case(70, "head", None, None, strength=20, segments=True),
     Case(70, "feature", None, None, strength=20),
     Case(150, "feature", "feature", "feature", strength=5, segments=True),
+    Case(1, "feature", "feature", is_apart=True),
+    Case(70, "feature", "head", "feature", strength=5, segments=True, is_apart=True),
+    Case(40, None, "feature", is_apart=True),
+    Case(1, "head", "head", "head", num_steps=3),
+    Case(45, "head", "head", "head", num_steps=3, segments=True),
+    Case(30, "feature", "head", num_steps=2, is_apart=True, segments=True),
 ]
 
 
@@ -128,7 +144,7 @@ def test_values_and_gradients_equal_the_recurrence(case):
     if ids is not None:
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     rng = np.random.default_rng(2)
-    y, state = recurrence(**arrays, starts=starts)
+    y, state = recurrence(**arrays, starts=starts, num_steps=case.num_steps)
     cotangents = rng.standard_normal(y.shape), rng.standard_normal(state.shape)
 
     def differentiate(function: Any) -> Any:
@@ -139,8 +155,9 @@ def test_values_and_gradients_equal_the_recurrence(case):
 
         return run(arrays)
 
-    have = differentiate(partial(gated_delta_rule, segment_ids=ids, return_state=True))
-    want = differentiate(partial(recurrence, starts=starts))
+    steps = {"num_steps": case.num_steps}
+    have = differentiate(partial(gated_delta_rule, segment_ids=ids, return_state=True, **steps))
+    want = differentiate(partial(recurrence, starts=starts, **steps))
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
@@ -175,22 +192,32 @@ def test_float32_is_accurate_for_any_decay(kind, decay):
 @pytest.mark.usefixtures("x64")
 def test_states_of_chunks_merge():
     """With every kind of gate, in any grouping."""
-    for decay, erase in ((None, "head"), ("head", None), ("feature", "head")):
-        arrays = Case(90, decay, erase, "head").arrays()
+    for decay, erase, steps, is_apart in (
+        (None, "head", 1, False),
+        ("head", None, 1, False),
+        ("feature", "head", 1, False),
+        ("feature", "feature", 2, True),
+        ("head", "head", 3, False),
+    ):
+        case = Case(90, decay, erase, "head", num_steps=steps, is_apart=is_apart)
+        arrays = case.arrays()
         initial = arrays.pop("initial_state")
+
+        def summary(first: int, last: int, arrays: dict, steps: int = steps) -> MatrixState:
+            parts = {k: x[:, first * x.shape[1] // 90 :] for k, x in arrays.items()}
+            count = {k: (last - first) * x.shape[1] // 90 for k, x in arrays.items()}
+            parts = {k: x[:, : count[k]] for k, x in parts.items()}
+            return matrix_summary(**parts, num_steps=steps)
 
         @jax.jit
         def merged(state: MatrixState, arrays: dict) -> list[MatrixState]:
-            first, second, third = (
-                matrix_summary(**{name: x[:, slice(*tokens)] for name, x in arrays.items()})
-                for tokens in ((0, 40), (40, 41), (41, 90))
-            )
+            first, second, third = (summary(*x, arrays) for x in ((0, 40), (40, 41), (41, 90)))
             return [
                 state.merge(first).merge(second).merge(third),
                 state.merge(first.merge(second.merge(third))),
             ]
 
-        _, whole = recurrence(**arrays, initial_state=initial)
+        _, whole = recurrence(**arrays, initial_state=initial, num_steps=steps)
         for after in merged(MatrixState(initial), arrays):
             np.testing.assert_allclose(after.matrix, whole, atol=1e-12)
 
@@ -283,6 +310,44 @@ def test_a_state_without_its_transition_does_not_merge_into_another():
         state.merge(state)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_of_steps_that_do_not_fit_raise():
+    x, key = np.zeros((1, 4, 2, 3), np.float32), np.zeros((1, 8, 2, 3), np.float32)
+    for steps in (3, 0, -2):
+        with pytest.raises(ValueError, match=f"must have num_steps={steps} steps for each token"):
+            gated_delta_rule(x, key, key, num_steps=steps)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.usefixtures("x64")
+def test_padding_of_tokens_with_several_steps_has_no_effect(is_apart):
+    case = Case(12, "feature", "head", "head", num_steps=2, is_apart=is_apart)
+    arrays, bounds = case.arrays(), np.array([[2, 9], [0, 12]])
+    want = [
+        gated_delta_rule(
+            **{
+                k: x[i : i + 1, slice(*(b * x.shape[1] // 12 for b in bounds[i]))]
+                if k != "initial_state"
+                else x[i : i + 1]
+                for k, x in arrays.items()
+            },
+            num_steps=2,
+            return_state=True,
+        )
+        for i in range(2)
+    ]
+    for name in ("query", "key", "value"):
+        x = arrays[name]
+        steps = x.shape[1] // 12
+        x[0, : 2 * steps], x[0, 9 * steps :] = np.nan, np.nan
+    y, state = gated_delta_rule(
+        **arrays, key_value_seq_lengths=bounds, num_steps=2, return_state=True
+    )
+    np.testing.assert_allclose(y[0, 2:9], want[0][0][0], atol=1e-12)
+    np.testing.assert_allclose(y[1], want[1][0][0], atol=1e-12)
+    np.testing.assert_allclose(state, np.concatenate([x for _, x in want]), atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -294,6 +359,8 @@ def test_a_state_without_its_transition_does_not_merge_into_another():
         ({"erase": (1, 4)}, "erase must have shape"),
         ({"write": (1, 4, 2, 3)}, r"write must have shape \(1, 4, 2\) or \(1, 4, 2, 5\)"),
         ({"initial_state": (1, 2, 5, 3)}, r"initial_state must have shape \(1, 2, 3, 5\)"),
+        ({"erase_key": (1, 4, 2, 3)}, "erase_key needs erase, the share that is erased"),
+        ({"erase_key": (1, 4, 2, 5)}, r"erase_key must have shape \(1, 4, 2, 3\)"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

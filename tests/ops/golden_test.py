@@ -34,6 +34,8 @@ CASES: dict[str, Callable] = {
     "gated_delta_rule_negative": gated_delta_rule,
     "kda": gated_delta_rule,
     "gdn2": gated_delta_rule,
+    "deltaproduct": partial(gated_delta_rule, num_steps=3),
+    "rwkv7": gated_delta_rule,
     "mlstm": mlstm_attention,
     "mlstm_long": mlstm_attention,
     "based": partial(taylor_attention, num_terms=3),

@@ -227,7 +227,7 @@ GATED_DELTA_RULE = {
         gated, (*QKV, TOKENS, LOGITS), max_bytes=110_000
     ),
     "gated_delta_rule, erasure of another key": Case(
-        apart, (*QKV, TOKENS, TOKENS, TOKENS), LARGER, max_bytes=115_000
+        apart, (*QKV, TOKENS, TOKENS, TOKENS), LARGER, max_bytes=140_000
     ),
     "gated_delta_rule, two steps": Case(
         in_two_steps, (TOKENS, *(TWICE,) * 2, LOGITS, TWICE[:-1]), LARGER, max_bytes=105_000

@@ -44,7 +44,7 @@ REQUIRED = {  # maximum time, as a multiple of linear attention's
     "gated_deltanet": 3.0,
     "kda": 3.0,
 }
-OF_KDA = {"rwkv7": 2.0, "gated_deltaproduct, 2 steps": 2.0}
+OF_KDA = {"rwkv7": 2.0}
 """Maximum time, as a multiple of KDA's."""
 LARGE = 100.0  # factor of large decays
 

@@ -303,12 +303,10 @@ def gated_delta_rule(
         head_decay,
         feature_decay,
         erase,
+        None if erase_key is None else per_token(erase_key),
     )
-    if erase_key is not None:
-        tokens = _in_two_steps(tokens, per_token(erase_key))
     state = initial_state.astype(dtype).reshape(size * heads, key_depth, value_depth)
-    y, state = recur(tokens, state, alternates=erase_key is not None)
-    y = y if erase_key is None else y[:, 1::2]
+    y, state = recur(tokens, state)
     y = y.reshape(*batch, length, heads, value_depth).astype(output_dtype)
     if not return_state:
         return y
@@ -356,30 +354,6 @@ def _in_steps(
         "segment_ids": None if segment_ids is None else jnp.repeat(segment_ids, steps, -1),
         "key_value_seq_lengths": None if lengths is None else steps * lengths,
     }
-
-
-def _in_two_steps(tokens: MatrixOperands, erase_key: Float[Array, "B T G K"]) -> MatrixOperands:
-    """Operands of `recur` that alternates: tokens that decay the state and erase, each followed by
-    one that writes."""
-    heads = tokens.value.shape[2]
-    assert tokens.erase is not None
-    erase_key, key = (jnp.repeat(x, heads // x.shape[2], 2) for x in (erase_key, tokens.key))
-    query = jnp.repeat(tokens.query, heads // tokens.query.shape[2], 2)
-
-    def both(first: Array, second: Array) -> Array:
-        return lax.collapse(jnp.stack([first, second], 2), 1, 3)
-
-    head_decay, feature_decay = (
-        None if x is None else both(x, jnp.zeros_like(x))
-        for x in (tokens.head_decay, tokens.feature_decay)
-    )
-    return MatrixOperands(
-        both(erase_key[..., None, :], query),
-        both(tokens.erase * erase_key, key),
-        both(jnp.zeros_like(tokens.value), tokens.value),
-        head_decay,
-        feature_decay,
-    )
 
 
 def _check_heads(query: Array, key: Array, value: Array) -> None:

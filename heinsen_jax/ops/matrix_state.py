@@ -58,7 +58,8 @@ class MatrixOperands(NamedTuple):
 
     query `[B, T, G, R, K]`, key `[B, T, G, K]`, value `[B, T, N, V]`; log decays of heads
     `[B, T, N, 1]` and of key features `[B, T, N, K]`, and the share `[B, T, N, 1 or K]` of a key's
-    values that is erased, r = erase * k; or None. N / G value heads share a key.
+    values that is erased, r = erase * k; or None. N / G value heads share a key. With another key e
+    `[B, T, G, K]`, r = e, and S_t lacks (erase * e) r^T exp(g) S_(t-1).
     """
 
     query: Array
@@ -67,6 +68,7 @@ class MatrixOperands(NamedTuple):
     head_decay: Array | None = None
     feature_decay: Array | None = None
     erase: Array | None = None
+    other: Array | None = None
 
 
 def segment_decay(
@@ -84,30 +86,26 @@ def segment_decay(
 
 
 # Compiled once outside another `jit`.
-@partial(jax.jit, static_argnames=("attends_to_itself", "alternates"), inline=True)
+@partial(jax.jit, static_argnames="attends_to_itself", inline=True)
 def recur(
-    tokens: MatrixOperands,
-    state: Float[Array, "X K V"],
-    *,
-    attends_to_itself: bool = True,
-    alternates: bool = False,
+    tokens: MatrixOperands, state: Float[Array, "X K V"], *, attends_to_itself: bool = True
 ) -> tuple[Float[Array, "B T N R V"], Float[Array, "X K V"]]:
     """Return o, and the state after all tokens; X = B N.
 
-    If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t. If
-    `alternates`, the queries of tokens 0, 2, ... are r, and their o has no meaning; N = G.
+    If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t.
     """
     batch, length, groups, heads, _ = tokens.query.shape
-    size, blocks = _in_blocks(tokens, erases=alternates or tokens.erase is not None)
+    size, blocks = _in_blocks(tokens)
     value_heads = tokens.value.shape[2]
 
     def block(state: Array, tokens: MatrixOperands) -> tuple[Array, Array]:
         chunks = jax.tree.map(partial(chunk, size=size), tokens)
         if value_heads != groups:  # only for the tokens of a block
             shared = partial(jnp.repeat, repeats=value_heads // groups, axis=1)
-            chunks = chunks._replace(query=shared(chunks.query), key=shared(chunks.key))
-        options = {"attends_to_itself": attends_to_itself, "alternates": alternates}
-        state, y = _block(state, chunks, heads=heads, **options)
+            keys = {"key": shared(chunks.key), "other": jax.tree.map(shared, chunks.other)}
+            chunks = chunks._replace(query=shared(chunks.query), **keys)
+        run = _block if chunks.other is None else _block_of_two_keys
+        state, y = run(state, chunks, heads=heads, attends_to_itself=attends_to_itself)
         return state, unchunk(y, value_heads, heads)
 
     if blocks.key.shape[0] != 1:
@@ -134,11 +132,11 @@ def recur_with_normalizer(
     return (y[..., :-1], y[..., -1:]), (after[..., :-1], after[..., -1])
 
 
-def _in_blocks(tokens: MatrixOperands, *, erases: bool) -> tuple[int, MatrixOperands]:
+def _in_blocks(tokens: MatrixOperands) -> tuple[int, MatrixOperands]:
     """Return the size of a chunk, and the tokens in blocks of chunks `[I, B, J C, ...]`, padded
     with tokens without any effect."""
     batch, length = tokens.key.shape[:2]
-    is_plain = tokens.feature_decay is None and not erases
+    is_plain = tokens.feature_decay is None and tokens.erase is None
     size = CHUNK if is_plain else SMALL_CHUNK
     while length > 0 and is_at_most(length, size // 2):
         size //= 2
@@ -154,7 +152,7 @@ def _in_blocks(tokens: MatrixOperands, *, erases: bool) -> tuple[int, MatrixOper
 
 
 def _block(
-    state: Array, chunks: MatrixOperands, *, heads: int, attends_to_itself: bool, alternates: bool
+    state: Array, chunks: MatrixOperands, *, heads: int, attends_to_itself: bool
 ) -> tuple[Array, Array]:
     """Return the state after the chunks of a block `[X, K, V]`, and their outputs
     `[J, X, R C, V]`."""
@@ -164,13 +162,9 @@ def _block(
     if erase is not None:
         rows = jnp.concatenate([rows, erase[:, :, None]], 2)
     (scores, rows, key), decay = _scaled(rows, chunks)
-    if alternates or erase is not None:
-        of_erasure, erase = scores[:, :, -1], rows[:, :, -1]
-        if alternates:
-            erases = _as_numbers(np.arange(key.shape[-2]) % 2 == 0, key)[None, None, :, None]
-            of_erasure, erase = of_erasure * erases, erase * erases
-        inverse = _inverse(jnp.tril(of_erasure, -1))
-        value, erase = matmul(inverse, value), matmul(inverse, erase)
+    if erase is not None:
+        inverse = _inverse(jnp.tril(scores[:, :, -1], -1))
+        value, erase = matmul(inverse, value), matmul(inverse, rows[:, :, -1])
 
     def step(
         state: Array, chunk: tuple[Array, Array, Array, Array | None]
@@ -184,6 +178,43 @@ def _block(
     state, (before, value) = lax.scan(step, state, (decay, key, value, erase))
     scores = jnp.tril(scores[:, :, :heads], 0 if attends_to_itself else -1)
     y = einsum("jxrts,jxsv->jxrtv", scores, value)
+    y = y + einsum("jxrtk,jxkv->jxrtv", rows[:, :, :heads], before)
+    return state, lax.collapse(y, 2, 4)
+
+
+def _block_of_two_keys(
+    state: Array, chunks: MatrixOperands, *, heads: int, attends_to_itself: bool
+) -> tuple[Array, Array]:
+    """`_block` that erases along other keys than it writes: u_t = -r_t^T exp(g_t) S_(t-1) is
+    written there, S_t = exp(g_t) S_(t-1) + (b_t * e_t) u_t^T + k_t v_t^T."""
+    del attends_to_itself
+    value, other = chunks.value, chunks.other
+    assert chunks.erase is not None
+    assert other is not None
+    rows = chunks.query.reshape(*value.shape[:2], heads, *other.shape[2:])
+    rows = jnp.concatenate([rows, other[:, :, None]], 2)
+
+    def scaled(key: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        of_key, decay = _scaled(rows, chunks._replace(key=key))
+        return (of_key.scores, of_key.key), (of_key.rows, decay)
+
+    keys = jnp.stack([chunks.erase * other, chunks.key])
+    (scores, keys), (rows, decay) = jax.vmap(scaled, out_axes=(0, None))(keys)
+    of_other, of_key = (jnp.tril(x, -1) for x in scores[:, :, :, -1])
+    inverse = _inverse(of_other)
+    read = matmul(inverse, matmul(of_key, value))
+    erase = matmul(inverse, rows[:, :, -1])
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        decay, other, key, value, read, erase = chunk
+        removed = -read - matmul(erase, state)
+        added = einsum("xsk,xsv->xkv", key, value) + einsum("xsk,xsv->xkv", other, removed)
+        return decay[..., None] * state + added, (state, removed)
+
+    state, (before, removed) = lax.scan(step, state, (decay, *keys, value, read, erase))
+    of_other, of_key = (jnp.tril(x[:, :, :heads]) for x in scores)
+    y = einsum("jxrts,jxsv->jxrtv", of_key, value)
+    y = y + einsum("jxrts,jxsv->jxrtv", of_other, removed)
     y = y + einsum("jxrtk,jxkv->jxrtv", rows[:, :, :heads], before)
     return state, lax.collapse(y, 2, 4)
 

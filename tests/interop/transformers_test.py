@@ -85,7 +85,9 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(name):
         np.testing.assert_array_equal(made, want["new"])
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.nightly] * (x not in SHORT)) for x in HYBRIDS]
+)
 def test_logits_in_uneven_chunks_are_those_of_transformers(name):
     model, _ = from_pretrained(FOLDER / name)
     with np.load(FOLDER / name / "expected.npz") as want:

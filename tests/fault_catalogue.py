@@ -852,6 +852,12 @@ TRAINING_FAULTS = {
         "self.consecutive_skips + ~is_good",
         ("tests/training/step_test.py",),
     ),
+    "additions of another rank that are dropped": Fault(
+        "heinsen_jax/training/start.py",
+        "theirs = without_lora(theirs)",
+        "pass",
+        ("tests/training/start_test.py",),
+    ),
     "random weights in place of given ones": Fault(
         "heinsen_jax/training/state.py",
         "given.get(name, x).astype(x.dtype)",

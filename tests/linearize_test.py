@@ -16,13 +16,16 @@ from flax import nnx
 
 from heinsen_jax import data, linearize
 from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.errors import UserError
+from heinsen_jax.interop.transformers import import_model
 from heinsen_jax.linearize import __main__ as linearize_command
 from heinsen_jax.linearize.comparison import recall
-from heinsen_jax.linearize.plan import plan_stages
+from heinsen_jax.linearize.plan import plan_stages, read_teacher
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.conversion import linear_layers, shared_weights
 from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime import distributed
 from heinsen_jax.training import loop, prepare_run, program, train
@@ -31,6 +34,7 @@ from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.memory import Memory
 from heinsen_jax.training.profiling import Tracer
 from heinsen_jax.training.recorded import record
+from tests.conftest import GOLDEN_FOLDER
 from tests.training.conftest import corpus, small  # noqa: F401
 
 
@@ -401,3 +405,23 @@ def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys)
         assert command(monkeypatch, *arguments) == 2
         assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / f"imported{linearize.TRANSFER_SUFFIX}").exists(), "nothing was trained"
+
+
+def test_an_imported_teacher_and_its_dtype(tmp_path):
+    """Its own weights are those of the teacher, and additions of low rank are refused."""
+    teacher = import_model(str(GOLDEN_FOLDER / "transformers/qwen2"), tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text("attention of constant cost\n" * 100)
+    options = linearize.Options(
+        model=str(teacher), workdir=str(tmp_path / "run"), data=str(tmp_path / "text.txt")
+    )
+    with open_run(teacher) as run:
+        config = read_teacher(options, run)
+    assert config.training.start is None
+    stages = plan_stages(config, options, ["--model.param-dtype", "float32"])
+    assert {stage.experiment.model.param_dtype for stage in stages} == {"float32"}
+    path = teacher / "config.json"
+    values = json.loads(path.read_text())
+    values["model"]["lora_rank"] = 2
+    path.write_text(json.dumps(values))
+    with open_run(teacher) as run, pytest.raises(UserError, match="has low-rank additions"):
+        read_teacher(options, run)

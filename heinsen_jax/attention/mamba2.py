@@ -41,9 +41,9 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
         d = softplus(x Wd + b),    y = norm(o * silu(x Wg)) Wo
 
     with q and k shared by the heads of a group, one group by default, a, b and e by head, and an
-    RMS norm over the heads of a group. q, k and v are convolved, with a bias, and followed by SiLU.
-    At initialization exp(a) is uniform in [1, 16], softplus(b) log-uniform in [0.001, 0.1], and e
-    is 1. The width of values is twice the model's.
+    RMS norm over the heads of a group. q, k and v are convolved and followed by SiLU. At
+    initialization exp(a) is uniform in [1, 16], softplus(b) log-uniform in [0.001, 0.1], and e is
+    1. The width of values is twice the model's.
 
     References:
       Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060.

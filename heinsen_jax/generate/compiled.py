@@ -139,30 +139,30 @@ def compiled_block(
     def one(x: Features, state: BlockState) -> tuple[Features, BlockState]:
         return part.with_leaves(leaves)(x, state=state, return_state=True)
 
-    return _apart(_by_row(one, by_row), leaves, x, state)
+    return _layer_by_layer(_by_row(one, by_row), leaves, x, state)
 
 
-def _apart(function: Callable, leaves: Leaves, x: Features, *others: PyTree) -> Any:
-    """Call a function of x and others whose weights are `leaves`, so that a CPU has the weights of
-    one layer at a time in float32, if they are in bfloat16.
+def _layer_by_layer(function: Callable, leaves: Leaves, x: Features, *others: PyTree) -> Any:
+    """Call a function of x and others whose weights are `leaves`; for one token on a CPU, convert
+    weights in bfloat16 to float32 one layer at a time.
 
     CPUs have products of float32 only, and XLA would convert the weights of all layers before the
-    first product. A branch is compiled by itself: the other one is for x of NaN.
+    first product. It compiles the branches of a condition separately; the other one is for weights
+    of NaN.
     """
-    is_cpu = jax.default_backend() == "cpu"
-    if not is_cpu or x.shape[-2] > 1 or not any(w.dtype == jnp.bfloat16 for w in leaves):
+    small = next((w for w in leaves if w.dtype == jnp.bfloat16 and w.size), None)
+    if small is None or x.ndim < 2 or x.shape[-2] != 1 or jax.default_backend() != "cpu":
         return function(x, *others)
-    shapes = jax.eval_shape(function, x, *others)
 
-    def unknown(*_: PyTree) -> Any:
-        return jax.tree.map(lambda y: jnp.full(y.shape, _missing(y.dtype), y.dtype), shapes)
+    def unknown(*arguments: PyTree) -> Any:
+        def fill(y: jax.ShapeDtypeStruct) -> Array:
+            value = jnp.nan if jnp.issubdtype(y.dtype, jnp.inexact) else 0
+            return jnp.full(y.shape, value, y.dtype)
 
-    first = x.ravel()[0]
+        return jax.tree.map(fill, jax.eval_shape(function, *arguments))
+
+    first = small.ravel()[0]
     return lax.cond(first == first, function, unknown, x, *others)
-
-
-def _missing(dtype: np.dtype) -> float:
-    return np.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
 
 
 def _by_row(function: Callable, by_row: int) -> Callable:
@@ -174,7 +174,7 @@ def _by_row(function: Callable, by_row: int) -> Callable:
 def read_out(part: Part, leaves: Leaves, x: Features) -> Float[Array, "*B T V"]:
     """Logits of the output of the last block."""
     outer = part.with_leaves(leaves)
-    return _apart(lambda x: outer.readout(outer.normed(x)), leaves, x)
+    return _layer_by_layer(lambda x: outer.readout(outer.normed(x)), leaves, x)
 
 
 @partial(jax.jit, static_argnums=0)

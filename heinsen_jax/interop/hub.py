@@ -225,6 +225,8 @@ TRAINED = """A model trained with heinsen_jax. All of its settings are in
 [config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run."""
 DISTILLED = """A model trained with heinsen_jax to imitate {teacher}, from whose weights it starts.
 The settings of its training are in [config.json](config.json)."""
+TUNED = """The weights of {source}, trained further with heinsen_jax. The settings of this training
+are in [config.json](config.json)."""
 IMPORTED = """The weights of {source}, converted by heinsen_jax and not trained further. The
 architecture is in [config.json](config.json)."""
 
@@ -250,6 +252,12 @@ def _origin(config: Sections) -> _Origin:
         base = None if teacher_config is None else _origin(teacher_config).base
         name = _markdown(base or Path(str(teacher)).name)
         return _Origin(DISTILLED.format(teacher=name), True, base)
+    if start := config.get("training", {}).get("start"):
+        with open_run(str(start)) as run:
+            start_config = read_config(run.files)
+        base = None if start_config is None else _origin(start_config).base
+        name = _markdown(base or Path(str(start)).name)
+        return _Origin(TUNED.format(source=name), True, base)
     name = str(config["data"].get("corpus"))
     if not name.startswith(MODEL):
         return _Origin(TRAINED, True)

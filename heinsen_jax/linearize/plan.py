@@ -17,7 +17,9 @@ from heinsen_jax.typing import config_dataclass
 
 TRANSFER_SUFFIX = "-transfer"
 """Suffix of the folder of stage 1."""
-COMPUTATION = {f"__model.{name}" for name in ("dtype", "remat", "no_remat", "remat_policy")}
+COMPUTATION = {
+    f"__model.{name}" for name in ("dtype", "param_dtype", "remat", "no_remat", "remat_policy")
+}
 """Fields of the model that do not change its architecture."""
 
 
@@ -80,6 +82,12 @@ def read_teacher(options: Options, run: RunFolder) -> ExperimentConfig:
     """The teacher's experiment, with the data to train on."""
     load_architecture(options.model)  # raises if the folder is no model
     teacher = load_config(run.files / CONFIG_FILE)
+    if teacher.model.lora_rank is not None:
+        raise UserError(
+            f"--model {options.model} has low-rank additions (model.lora_rank); add them to its "
+            "matrices first, with heinsen_jax.interop.transformers export and import"
+        )
+    teacher = replace(teacher, training=replace(teacher.training, start=None))
     has_text = (run.files / DATA_FILE).exists()
     if options.data is None and isinstance(teacher.data, DataConfig) and not has_text:
         raise UserError(

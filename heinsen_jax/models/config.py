@@ -111,9 +111,9 @@ class LanguageModelConfig:
     """Whether the queries and keys of each head are RMS-normalized; needs mechanisms with an option
     `query_key_norm`."""
     lora_rank: pydantic.PositiveInt | None = None
-    """Rank of products A B, initially 0, that are added to the matrices of attention and MLP (Hu et
-    al., 2021, LoRA, arXiv:2106.09685); only they are trained, from the weights of
-    `training.start`. None are added when None."""
+    """Rank of products A B, initially 0, that are added to projections of attention, except for
+    those to decays, and to the MLP (Hu et al., 2021, LoRA, arXiv:2106.09685). Only A and B are
+    trained; the others come from `training.start`. None are added when None."""
     tie_embeddings: bool = True
     """Whether the readout has the weights of the token embedding."""
     logit_soft_cap: pydantic.PositiveFloat | None = None
@@ -149,7 +149,8 @@ class LanguageModelConfig:
     value_depth: pydantic.PositiveInt | None = None
     """Head dimension of values; model_dim / num_heads when None."""
     dtype: Dtype = "float32"
-    """Dtype of activations in matrix products. Attention states are at least float32."""
+    """Dtype of activations in matrix products, and of keys, values and tokens in states. The
+    residual stream, and sums over tokens in states, are at least float32."""
     param_dtype: Dtype = "float32"
     """Dtype of matrices and embeddings. Vectors, such as biases, scales of norms and rates of
     decay, are at least float32."""

@@ -29,7 +29,7 @@ _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
 RECURRENT = MatrixStateAttention, ShortConvolution
 """Layers of a teacher that stay as they are."""
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
-MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy", "lora_rank"}
+MAY_DIFFER |= {"trained_length", "dtype", "param_dtype", "remat", "remat_policy", "lora_rank"}
 """Fields of attention layers, and of the computation."""
 COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "scale", "output_gate"}
 """Options that new layers inherit from the layers that they replace."""
@@ -39,7 +39,8 @@ def linear_layers(
     teacher: LanguageModelConfig, attention: str, keep: Sequence[str] = ()
 ) -> LanguageModelConfig:
     """The teacher's architecture with another mechanism in all layers of attention with keys and
-    values of single tokens, but those to keep. Layers whose state is a matrix stay as they are.
+    values of single tokens, but those to keep. Layers whose state is a matrix, and short
+    convolutions, stay as they are.
 
     Options that both mechanisms have, such as the number of key/value heads, are the teacher's,
     unless they are given. The values of `log` are linear, unless given. `qk_norm` becomes an option
@@ -98,8 +99,8 @@ def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
 
 
 def without_lora(model: LanguageModel) -> LanguageModel:
-    """The same function of the tokens without low-rank additions: W + A B in place of W, with
-    parameters in at least float32, on this host."""
+    """Add low-rank additions to their matrices: W + A B, with parameters in at least float32, on
+    this host. The model computes the same function of the tokens."""
     layers = (
         replace(x, options={k: v for k, v in x.options.items() if k != "lora_rank"})
         for x in model.config.layers
@@ -310,7 +311,12 @@ def _matched(
 def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.ndarray | None]:
     """The name that a parameter of a layer has in the source's layer, empty if the source cannot
     have it; and its columns, if it is a part of a matrix."""
-    if not isinstance(theirs, HeadedAttention) or not name.startswith("attention."):
+    if not name.startswith("attention."):
+        return name, None
+    if isinstance(ours, MatrixStateAttention) and isinstance(theirs, MatrixStateAttention):
+        sizes = ((x.num_heads, x.num_key_heads, x.key_depth, x.value_depth) for x in (ours, theirs))
+        return name if len({*sizes}) == 1 else "", None
+    if not isinstance(theirs, HeadedAttention):
         return name, None
     if isinstance(ours, HeadedAttention) and ours.sizes != theirs.sizes:
         return "", None  # equal shapes would belong to other heads

@@ -36,7 +36,7 @@ class Precision:
     """Dtypes of a loaded model, in place of the saved ones."""
 
     dtype: Dtype | None = None
-    """Dtype of activations in matrix products; as in training when None."""
+    """Dtype of activations in matrix products; as saved when None."""
     param_dtype: Dtype | None = None
     """Dtype of parameters except for vectors; as saved when None."""
 

@@ -80,8 +80,8 @@ class TrainingConfig:
     checkpoint_minutes: pydantic.PositiveFloat | None = 10.0
     """Minutes between further checkpoints; the first one is within a minute. None disables this."""
     start: str | None = None
-    """Folder of a run or of a model, such as an imported one, with the initial weights; those that
-    are not in it are random. All are random when None."""
+    """Folder with the initial weights: of a run, its best checkpoint, or of a model, such as an
+    imported one. Parameters that it lacks are random; all are when None."""
     keep_checkpoints: pydantic.PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best one."""
     sample_prompt: str = "\n"

@@ -145,22 +145,28 @@ def only_lora(parameters: PyTree) -> PyTree[bool]:
 
 
 def apply_updates(
-    parameters: PyTree[Array], updates: PyTree[Array], key: Key[Array, ""]
+    parameters: PyTree[Array],
+    updates: PyTree[Array],
+    key: Key[Array, ""],
+    trained: PyTree[bool] | None = None,
 ) -> PyTree[Array]:
-    """Parameters after their updates; in bfloat16 rounded up or down with probabilities such that
-    the mean is the exact sum, since rounding to the nearest number would lose small updates.
+    """Parameters after their updates, if they are `trained`. Parameters in bfloat16 are rounded up
+    or down with probabilities such that the mean is the exact sum, since rounding to the nearest
+    number would lose small updates.
 
     References:
       Zamirai et al., 2020, Revisiting BFloat16 Training, arXiv:2010.06192, section 4.
     """
     leaves, structure = jax.tree.flatten(parameters)
     changes = jax.tree.leaves(updates)
-    after = [
-        _stochastically_rounded(in_float32(x) + update, jax.random.fold_in(key, number))
-        if x.dtype == jnp.bfloat16
-        else x + update
-        for number, (x, update) in enumerate(zip(leaves, changes, strict=True))
-    ]
+    chosen = [True] * len(leaves) if trained is None else jax.tree.leaves(trained)
+    after = []
+    for number, (x, update, is_trained) in enumerate(zip(leaves, changes, chosen, strict=True)):
+        if is_trained and x.dtype == jnp.bfloat16:
+            total = in_float32(x) + update
+            after.append(_stochastically_rounded(total, jax.random.fold_in(key, number)))
+        else:
+            after.append(x + update if is_trained else x)
     return jax.tree.unflatten(structure, after)
 
 

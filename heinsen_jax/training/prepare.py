@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from heinsen_jax import data as datasets
 from heinsen_jax.data import Dataset, TextDataset
 from heinsen_jax.errors import UserError, printable
-from heinsen_jax.models.conversion import new_parameters
 from heinsen_jax.runs.folder import (
     RunFolder,
     check_folder,
@@ -20,7 +19,6 @@ from heinsen_jax.runs.folder import (
     open_run,
     set_aside,
 )
-from heinsen_jax.runs.load import load_architecture
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.runtime.distributed import (
     check_alike,
@@ -38,6 +36,7 @@ from heinsen_jax.training.recorded import (
     check_workdir,
 )
 from heinsen_jax.training.settings import Settings, resolve_settings
+from heinsen_jax.training.start import check_start
 from heinsen_jax.typing import JSON
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -180,7 +179,7 @@ def prepare_in(
     begins = modes.restart or not folder.checkpoints.is_dir()
     if begins and (start := config.training.start) is not None:
         with together():
-            new_parameters(config.model, load_architecture(start))  # raises if they do not fit
+            check_start(config.model, start)
     with process_0_first() as is_first:
         if is_first and not (modes.dry_run or modes.restart):
             check_tokenizer(folder.files, config, dataset)

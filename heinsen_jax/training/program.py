@@ -11,10 +11,8 @@ from flax import nnx
 
 from heinsen_jax.data import Batch, DataConfig, train_batches
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
-from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.objectives.evaluation import evaluate, make_evaluation_step
 from heinsen_jax.objectives.objective import objective_of
-from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime.distributed import together
 from heinsen_jax.sharding import batch_sharding, share_of_process
 from heinsen_jax.training.distillation import Distillation
@@ -27,6 +25,7 @@ from heinsen_jax.training.optimizer import (
 )
 from heinsen_jax.training.preflight import describe
 from heinsen_jax.training.settings import Settings
+from heinsen_jax.training.start import start_weights
 from heinsen_jax.training.state import (
     TrainState,
     abstract_state,
@@ -146,11 +145,11 @@ class Program:
         parts = self.mesh, self.data, self.training, self.dataset
         warmup = describe_warmup(self.config.optimizer, self.training.steps)
         start = self.training.start
-        rounded = self.model.param_dtype == "bfloat16"
+        is_rounded = self.model.param_dtype == "bfloat16" and self.model.lora_rank is None
         return [
             *describe(*parts, self.count, update),
             *([f"initial weights: {start}"] if start else []),
-            *(["parameters in bfloat16, rounded stochastically"] if rounded else []),
+            *(["parameters in bfloat16, rounded stochastically"] if is_rounded else []),
             *warmup,
             *self.settings.lines,
             *without_peak(),
@@ -161,8 +160,7 @@ class Program:
         with together():
             given = self.distillation and self.distillation.start()
             if self.training.start is not None:
-                start, _, _ = load_run(self.training.start, on_host=True)
-                given = shared_weights(self.model, start)
+                given = start_weights(self.model, self.training.start)
         return init_sharded(self.init, self.abstract, given)
 
     def batches(self, start: int) -> Iterator[Batch]:

@@ -106,17 +106,19 @@ def _check_start(config: ExperimentConfig) -> None:
     model, start = config.model, config.training.start
     if start is not None and config.distillation.teacher is not None:
         raise UserError(
-            f"training.start={start} with distillation.teacher: set distillation.start instead"
+            f"training.start={start} with distillation.teacher: set training.start=None, and "
+            "distillation.start to that folder if its weights are to be used"
         )
     if model.lora_rank is not None and start is None:
         raise UserError(
             f"model.lora_rank={model.lora_rank} adds to given weights; set training.start to the "
             "folder of their model"
         )
-    if model.param_dtype == "bfloat16" and config.optimizer.ema_decay is not None:
+    is_small = model.param_dtype == "bfloat16" and model.lora_rank is None
+    if is_small and config.optimizer.ema_decay is not None:
         raise UserError(
-            f"optimizer.ema_decay={config.optimizer.ema_decay} with model.param_dtype='bfloat16', "
-            "in which averages are inexact; set one of them to another value"
+            f"optimizer.ema_decay={config.optimizer.ema_decay} needs parameters in float32; set "
+            "model.param_dtype=float32 or optimizer.ema_decay=None"
         )
 
 

@@ -18,6 +18,8 @@ from heinsen_jax.training.optimizer import apply_updates
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import Array, Float, Integer, Key, PyTree, Shaped
 
+ROUNDING = 2**31
+"""Number of the key of stochastic rounding; other keys of a step have small numbers."""
 Metrics: TypeAlias = dict[str, Shaped[Array, ""]]
 Sums: TypeAlias = tuple[tuple[Float[Array, ""], Float[Array, ""]], nnx.State]
 """Sum of the losses, their number, and the gradient of the sum."""
@@ -58,6 +60,7 @@ def make_train_step(
         *constants: PyTree[Array],
     ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), state.step)
+        rounding_key = jax.random.fold_in(key, ROUNDING)
         loss, gradients = gradient(state.parameters, batch, key, *constants)
         with jax.named_scope("optimizer"):
             updates, optimizer_state = optimizer.update(
@@ -67,7 +70,7 @@ def make_train_step(
             is_good, guard = state.guard.check_update(
                 loss, gradients, updates, skip_grad_norm_ratio
             )
-            parameters = apply_updates(state.parameters, updates, jax.random.fold_in(key, 1))
+            parameters = apply_updates(state.parameters, updates, rounding_key, trained)
             average = None
             if state.average is not None:
                 assert ema_decay is not None

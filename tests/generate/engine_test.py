@@ -172,6 +172,21 @@ def test_a_cpu_has_the_parameters_of_one_layer_in_float32():
     assert memory.temp_size_in_bytes < 2 * one_layer
     logits, _ = step(*arguments)
     assert np.isfinite(logits).all()
-    first, *others = engine.weights.outer
-    bad = engine.weights._replace(outer=(jnp.full_like(first, np.nan), *others))
-    assert np.isnan(step(engine.structure, bad, *arguments[2:])[0]).all()
+    tokens = jnp.array([1, 2, 3])
+    assert engine.score(tokens, tokens, engine.init_state(()))[0].shape == (3,)
+
+
+@pytest.mark.parametrize("attention", ["linear", "gqa"])
+def test_rows_of_parameters_in_bfloat16_are_independent(attention):
+    """Also if one has values of NaN."""
+    sizes = {"vocab_size": 5, "model_dim": 8, "num_layers": 1, "num_heads": 2, "block": "llama"}
+    config = LanguageModelConfig(
+        **sizes, attention=attention, param_dtype="bfloat16", tie_embeddings=False
+    )
+    model = nnx.clone(random_model(config))
+    model.embed.embedding[...] = model.embed.embedding[...].at[3].set(jnp.nan)
+    engine = Engine(model)
+    logits, _ = engine.step(jnp.array([3, 1]), engine.init_state((2,), capacity=4))
+    assert np.isfinite(logits).all(1).tolist() == [False, True]
+    empty = jnp.zeros(0, jnp.int32)
+    assert engine.step(empty, engine.init_state((0,), capacity=4))[0].shape == (0, 5)

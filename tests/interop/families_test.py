@@ -209,7 +209,7 @@ def test_layers_of_mamba():
         (
             "nemotron_h",
             NEMOTRON | {"hybrid_override_pattern": "-M"},
-            "must have layers - after M or",
+            "must have - directly after M",
         ),
         ("nemotron_h", NEMOTRON | PATTERN | {"num_hidden_layers": 5}, "has 7 layers, not 5"),
         (

@@ -15,7 +15,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop.transformers import from_pretrained, import_model
 from heinsen_jax.interop.transformers.gguf import Gguf
-from heinsen_jax.interop.transformers.gguf_tokenizer import WORDS_OF, _merges_of
+from heinsen_jax.interop.transformers.gguf_tokenizer import PRE_TOKENIZERS, _merges_of
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
@@ -134,7 +134,7 @@ def test_quantized_matrices_have_the_values_of_the_library(tmp_path):
     """Blocks of 32 values in a row, and of 256 with scales of scales."""
     path, rng = tmp_path / "a.gguf", np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint32("llama.block_count", 1)
+    writer.add_uint32("llama.block_count", 0)
     wanted = {}
     for kind in (Types.Q4_0, Types.Q4_1, Types.Q8_0, Types.Q4_K, Types.Q6_K):
         values, size = gguf.GGML_QUANT_SIZES[kind]
@@ -178,7 +178,7 @@ def factors(factor: float) -> np.ndarray:
 def test_scaled_positions_of_llama_3_are_read_from_their_factors(tmp_path):
     def scaling(divisors):
         writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-        writer.add_uint32("llama.block_count", 1)
+        writer.add_uint32("llama.block_count", 0)
         writer.add_float32("llama.rope.freq_base", 5e5)
         writer.add_tensor("token_embd.weight", np.zeros((7, 8), np.float32))
         writer.add_tensor("rope_freqs.weight", divisors)
@@ -229,7 +229,7 @@ def test_subwords_of_sentencepiece_are_merged_by_their_scores(tmp_path):
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("é") == [first, 3, 4]
     assert tokenizer.start_ids == (1,)
-    assert _merges_of(["a", "b", "ab", "ba"], [0.0, 0.0, -2.0, -1.0]) == ["b a", "a b"]
+    assert _merges_of(["a", "b", "ab", "ba"], [0.0, 0.0, -2.0, -1.0]) == [["b", "a"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_subwords_of_sentencepiece_are_merged_by_their_scores(tmp_path):
     ],
 )
 def test_texts_are_divided_as_by_the_original_tokenizers(pre, text, words):
-    parts = {"type": "Sequence", "pretokenizers": WORDS_OF[pre].parts}
+    parts = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre].components}
     model = {"type": "BPE", "vocab": {}, "merges": []}
     divider = Tokenizer.from_str(json.dumps({"model": model, "pre_tokenizer": parts}))
     assert [x for x, _ in divider.pre_tokenizer.pre_tokenize_str(text)] == words
@@ -254,8 +254,17 @@ def test_texts_are_divided_as_by_the_original_tokenizers(pre, text, words):
         ({"llama.expert_count": 8}, "llama.expert_count=8 is unknown, and may change results"),
         ({"llama.attention.value_length": 6}, "attention.value_length, .* differ, which is unsup"),
         ({"llama.rope.scaling.type": "yarn"}, "rope_type='yarn' is unsupported"),
-        ({"split.count": 2}, "is a part of a model; join the parts"),
+        ({"split.count": 2}, "is a part of a model; join them"),
         ({"llama.block_count": None}, "llama.block_count is missing; fetch the file again"),
+        ({"llama.block_count": 2**31}, "block_count=2147483648, but its tensors have 2 layers"),
+        ({"llama.block_count": "2"}, "block_count='2', but its tensors have 2 layers"),
+        ({"split.count": "x"}, "is damaged or of an unsupported kind .TypeError"),
+        (TOKENS | {"tokenizer.ggml.eot_token_id": 7}, "eot_token_id=7 must be below 7; fetch it"),
+        (TOKENS | {"tokenizer.ggml.eos_token_id": "a"}, "eos_token_id='a' must be below 7; fetch"),
+        (TOKENS | {"tokenizer.ggml.eos_token_id": None}, r"a\.gguf, as files/tokenizer"),
+        (TOKENS | {"tokenizer.ggml.token_type": [1]}, r"is damaged .*zip\(\)"),
+        (TOKENS | {"tokenizer.ggml.tokens": ["a"] * 7}, "has equal tokens; fetch it again"),
+        (TOKENS | {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre=None is unsupported"),
         (TOKENS | {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre='tekken' is unsupported"),
         (TOKENS | {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model='t5' is unsupported"),
         (TOKENS | {"llama.feed_forward_length": 25}, "down_proj.weight has shape .*, but config"),
@@ -270,7 +279,9 @@ def test_other_fields_are_refused(changes, message, tmp_path):
 def test_other_files_are_refused(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(b"no model")
-    with pytest.raises(UserError, match=r"a\.gguf cannot be read .*; fetch it again"):
+    with pytest.raises(
+        UserError, match=r"a\.gguf is damaged or of an unsupported kind .*; fetch it again"
+    ):
         from_pretrained(path)
     with pytest.raises(UserError, match=r"has a file of llama.cpp; give its path, .*a\.gguf"):
         from_pretrained(tmp_path)

@@ -138,12 +138,12 @@ def test_updates_below_the_precision_of_bfloat16_are_kept_on_average():
     ("words", "message"),
     [
         (["--model.lora-rank=2", "--training.start=None"], "model.lora_rank=2 adds to given weigh"),
-        (["--distillation.teacher=x"], r"training.start=.* with distillation.teacher: set distill"),
+        (["--distillation.teacher=x"], r"training.start=.* with distillation.teacher: set train"),
         (
             ["--optimizer.ema-decay=0.9"],
-            "optimizer.ema_decay=0.9 with model.param_dtype='bfloat16'",
+            "optimizer.ema_decay=0.9 needs parameters in float32",
         ),
-        (["--training.start=nowhere"], "nowhere"),
+        (["--training.start=nowhere"], "training.start=nowhere: nowhere holds no run"),
         (
             ["--model.num-layers=4"],
             "model.num_layers=4 differs from 2 of the model with the weights",
@@ -167,3 +167,31 @@ def test_a_run_resumes_without_the_folder_of_its_initial_weights(imported, tmp_p
     config = load_config(tmp_path / "run/config.json")
     more = replace(config, training=replace(config.training, steps=2))
     assert train(prepare_run(more, tmp_path / "run")).step == 2
+
+
+def test_additions_of_another_rank_are_added_to_their_matrices(imported, tmp_path):
+    rate = "--optimizer.learning-rate=0.1", "--optimizer.warmup-steps=0"
+    low = tuned(imported, tmp_path / "low", *rate, "--model.lora-rank=2")
+    still = "--optimizer.learning-rate=1e-12", "--optimizer.end-learning-rate=1e-13"
+    start = f"--training.start={tmp_path / 'low'}", "--model.param-dtype=float32"
+    more = tuned(imported, tmp_path / "more", *still, *start)
+    np.testing.assert_allclose(apply(more, TOKENS), apply(low, TOKENS), atol=1e-4)
+    same = tuned(imported, tmp_path / "same", *still, *start, "--model.lora-rank=2")
+    np.testing.assert_allclose(apply(same, TOKENS), apply(low, TOKENS), atol=1e-4)
+
+
+def test_lora_does_not_freeze_random_layers(imported, tmp_path):
+    folder, sizes = imported
+    words = "--model.attention", "gated_deltanet", "gqa", "--model.lora-rank=2"
+    config = override(load_config(folder / "config.json"), [*sizes, *words])
+    with pytest.raises(UserError, match=r"trains additions alone, but training\.start=.* lacks"):
+        prepare_run(config, tmp_path / "run")
+
+
+def test_frozen_parameters_are_not_rounded():
+    """They do not even need random bits."""
+    x = {"a": jnp.ones(8, jnp.bfloat16), "b": jnp.ones(3)}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), x)
+    masks = {"a": False, "b": True}
+    program = jax.jit(lambda x: apply_updates(x, zeros, jax.random.key(0), masks)).lower(x)
+    assert "threefry" not in program.as_text()

@@ -33,11 +33,6 @@ IRRELEVANT = {
     *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "init_method"),
     *("rescale_prenorm_residual", "block_use_xavier_init", "conv_use_xavier_init"),
     *("block_mlp_init_scale", "block_out_init_scale"),
-    # experts, in families that have models without any
-    *("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits"),
-    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_latent_size"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "norm_topk_prob"),
-    *("routed_scaling_factor", "n_group", "topk_group"),
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -108,7 +103,7 @@ class Family(Fields):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _has_each_field_once(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Drop a field that is present under its alias, too, which transformers prefers."""
+        """Drop a field whose alias is present, too, which transformers prefers."""
         aliases = {name: field.alias for name, field in cls.model_fields.items()}
         return {k: v for k, v in fields.items() if aliases.get(k) not in fields}
 

@@ -1,8 +1,9 @@
-"""Files of llama.cpp, GGUF, as checkpoints of transformers.
+"""Read GGUF files of llama.cpp as checkpoints of transformers.
 
 Tensors are dequantized by the library gguf when they are read.
 """
 
+import contextlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +51,24 @@ ROPE_FACTORS = 8.0, 32.0
 """Factors of Llama 3.1 and 3.2."""
 
 
+DAMAGED = (OSError, ValueError, TypeError, IndexError, KeyError, OverflowError, NotImplementedError)
+"""Errors of the library for files with other content than it expects."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors, in a block that only reads a file, to `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except DAMAGED as error:
+        raise UserError(
+            f"{path} is damaged or of an unsupported kind ({type(error).__name__}: {error}); fetch "
+            "it again, or choose the files of the original model"
+        ) from None
+
+
 class Gguf:
     """A file, with the tensors and the fields that transformers has for its model.
 
@@ -61,20 +80,26 @@ class Gguf:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with reading(path):
             self._reader = GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); fetch it again") from None
-        self.architecture = self.field("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            raise UserError(
-                f"{path}: general.architecture={self.architecture!r} is unsupported; choose one of "
-                f"{', '.join(ARCHITECTURES)}, or the files of the original model"
-            )
-        if self.field("split.count", 1) > 1:
-            raise UserError(f"{path} is a part of a model; join the parts with llama-gguf-split")
-        self._tensors = {self._name(x.name): x for x in self._reader.tensors}
-        self._tensors.pop(FREQUENCIES, None)
+            self.architecture = self.field("general.architecture")
+            if self.architecture not in ARCHITECTURES:
+                raise UserError(
+                    f"{path}: general.architecture={self.architecture!r} is unsupported; choose "
+                    f"one of {', '.join(ARCHITECTURES)}, or the files of the original model"
+                )
+            if self.field("split.count", 1) > 1:
+                raise UserError(f"{path} is a part of a model; join them with llama-gguf-split")
+            self._by_name = {x.name: x for x in self._reader.tensors}
+            layers = {x.split(".")[1] for x in self._by_name if x.startswith("blk.")}
+            if (count := self._of_model("block_count")) != len(layers):
+                raise UserError(
+                    f"{path}: block_count={count!r}, but its tensors have {len(layers)} layers; "
+                    "fetch it again"
+                )
+            self._tensors = {
+                self._name(name): x for name, x in self._by_name.items() if name != FREQUENCIES
+            }
 
     def field(self, name: str, default: Any = ...) -> Any:
         """A field of the file.
@@ -82,8 +107,9 @@ class Gguf:
         Raises:
           UserError: it is missing, and no default is given.
         """
-        if (field := self._reader.get_field(name)) is not None:
-            return field.contents()
+        with reading(self.path):
+            if (field := self._reader.get_field(name)) is not None:
+                return field.contents()
         if default is ...:
             raise UserError(f"{self.path}: {name} is missing; fetch the file again")
         return default
@@ -104,12 +130,13 @@ class Gguf:
                     "results; choose the files of the original model"
                 )
         fields: dict[str, JSON] = {
-            name: self._short(value)
+            name: self._rounded(value)
             for ours, name in sizes.items()
             if (value := self._of_model(ours, None)) is not None
         }
-        embedding = self._reader_tensor("token_embd.weight")
-        names = {x.name for x in self._reader.tensors}
+        names = self._by_name
+        if (embedding := names.get("token_embd.weight")) is None:
+            raise UserError(f"{self.path}: tensor token_embd.weight is missing; fetch it again")
         fields |= {
             "model_type": self.architecture,
             "vocab_size": int(embedding.shape[-1]),
@@ -128,17 +155,20 @@ class Gguf:
         return fields | {"rope_scaling": self._rope_scaling()}
 
     @staticmethod
-    def _short(value: Any) -> Any:
-        """A number, which in float32 has more digits than were meant."""
+    def _rounded(value: Any) -> Any:
+        """Round a number of float32 to 6 digits: 1e-5 is stored as 9.99999975e-06."""
         return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def _rope_scaling(self) -> JSON:
         kind, factor = (self._of_model(name, None) for name in SCALING)
+        divisors = self._by_name.get(FREQUENCIES)
         if kind not in (None, "none"):
+            if divisors is not None:
+                raise UserError(f"{self.path}: {FREQUENCIES} with {SCALING[0]} is unsupported")
             return {"rope_type": kind, "factor": factor}
-        if FREQUENCIES not in {x.name for x in self._reader.tensors}:
+        if divisors is None:
             return None
-        given = self._reader_tensor(FREQUENCIES).data
+        given = divisors.data
         base, depth = self._of_model("rope.freq_base", 1e4), 2 * given.size
         waves = 2 * np.pi * base ** (2 * np.arange(given.size) / depth)
         for factor in ROPE_FACTORS:  # equations of transformers' `llama3`
@@ -155,12 +185,6 @@ class Gguf:
             f"{self.path}: the factors in {FREQUENCIES} do not belong to Llama 3.1 or 3.2; choose "
             "the files of the original model"
         )
-
-    def _reader_tensor(self, name: str) -> Any:
-        for tensor in self._reader.tensors:
-            if tensor.name == name:
-                return tensor
-        raise UserError(f"{self.path}: tensor {name} is missing; fetch the file again")
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -188,9 +212,10 @@ class Gguf:
         tensor = self._tensors[name]
         value = tensor.data
         if tensor.tensor_type not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-            value = dequantize(value, tensor.tensor_type)
+            with reading(self.path):
+                value = dequantize(value, tensor.tensor_type)
         heads = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
-        module = name.split(".")[-2]
+        module = name.rpartition(".")[0].rpartition(".")[2]
         if self.architecture == "llama" and module in heads:
             # llama.cpp has rotated features as adjacent pairs.
             number = self._of_model(heads[module], self._of_model("attention.head_count"))
@@ -201,12 +226,13 @@ class Gguf:
 
 
 class Part:
-    """The shape and the dtype of a tensor, as of a slice of `safetensors`."""
+    """Shape and dtype of a tensor, with the interface of a slice of `safetensors`."""
 
     def __init__(self, file: Gguf, name: str) -> None:
         tensor = file._tensors[name]
         self._shape = [int(x) for x in reversed(tensor.shape)]
-        if file.architecture == "gpt2" and name.split(".")[-2].startswith("c_"):
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if file.architecture == "gpt2" and module.startswith("c_"):
             self._shape.reverse()
         self._dtype = DTYPES.get(tensor.tensor_type, "F32")
 

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,11 +10,11 @@ from heinsen_jax.data.tokenizer_files import GENERATION_FILE
 from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.transformers.gguf import Gguf
+from heinsen_jax.interop.transformers.gguf import Gguf, reading
 from heinsen_jax.typing import JSON
 
 CONTROL, USER_DEFINED = 3, 4
-"""Kinds of tokens that are found in texts."""
+"""Types of tokens that are matched before pre-tokenization."""
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -33,27 +34,27 @@ def _split(numbers: str) -> list[JSON]:
     return [split, _byte_level(False)]
 
 
-class Words(NamedTuple):
-    """Division of texts before merges of bytes.
+class PreTokenizer(NamedTuple):
+    """Pre-tokenization of a byte-level BPE.
 
     Attributes:
-      parts: the components of the pre-tokenizer.
+      components: the components of the pre-tokenizer.
       normalizer: the normalizer of `tokenizer.json`, if any.
       ignore_merges: whether words that are tokens are not merged from bytes.
       adds_start: whether texts begin with a token by default.
     """
 
-    parts: list[JSON]
+    components: list[JSON]
     normalizer: JSON = None
     ignore_merges: bool = False
     adds_start: bool = False
 
 
-WORDS_OF = {
-    "gpt-2": Words([_byte_level(True)]),
-    "smollm": Words([{"type": "Digits", "individual_digits": True}, _byte_level(True)]),
-    "llama-bpe": Words(_split(r"\p{N}{1,3}"), ignore_merges=True, adds_start=True),
-    "qwen2": Words(_split(r"\p{N}"), normalizer={"type": "NFC"}),
+PRE_TOKENIZERS = {
+    "gpt-2": PreTokenizer([_byte_level(True)]),
+    "smollm": PreTokenizer([{"type": "Digits", "individual_digits": True}, _byte_level(True)]),
+    "llama-bpe": PreTokenizer(_split(r"\p{N}{1,3}"), ignore_merges=True, adds_start=True),
+    "qwen2": PreTokenizer(_split(r"\p{N}"), normalizer={"type": "NFC"}),
 }
 """By `tokenizer.ggml.pre`."""
 
@@ -62,9 +63,16 @@ def tokenizer_of(file: Gguf, name: str) -> PretrainedTokenizer | None:
     """The tokenizer of a file, by a name.
 
     Raises:
-      UserError: it is of an unsupported kind.
+      UserError: it is of an unsupported kind, or damaged.
     """
+    with reading(file.path):
+        return _tokenizer(file, name)
+
+
+def _tokenizer(file: Gguf, name: str) -> PretrainedTokenizer | None:
     tokens: list[str] = file.field("tokenizer.ggml.tokens")
+    if len({*tokens}) != len(tokens):
+        raise UserError(f"{file.path}: tokenizer.ggml.tokens has equal tokens; fetch it again")
     kinds = file.field("tokenizer.ggml.token_type", [1] * len(tokens))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
@@ -72,12 +80,10 @@ def tokenizer_of(file: Gguf, name: str) -> PretrainedTokenizer | None:
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (CONTROL, USER_DEFINED)
     ]
-    ids = {
-        x: file.field(f"tokenizer.ggml.{y}_token_id", None)
-        for x, y in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
+    names = ("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")
+    ids = {ours: _id(file, theirs, len(tokens)) for ours, theirs in names}
     model = file.field("tokenizer.ggml.model")
-    if model not in (makers := {"gpt2": _of_bytes, "llama": _of_subwords}):
+    if model not in (makers := {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}):
         raise UserError(
             f"{file.path}: tokenizer.ggml.model={model!r} is unsupported; choose one of "
             f"{', '.join(makers)}"
@@ -85,43 +91,57 @@ def tokenizer_of(file: Gguf, name: str) -> PretrainedTokenizer | None:
     document, adds_start = makers[model](file, tokens)
     document |= {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     start = ids["bos"] if file.field("tokenizer.ggml.add_bos_token", adds_start) else None
-    document["post_processor"] = None if start is None else _beginning(tokens[start], start)
+    document["post_processor"] = (
+        None if start is None else _bos_post_processor(tokens[start], start)
+    )
     settings: dict[str, JSON] = {
         "add_prefix_space": False,
         **{f"{x}_token": tokens[i] for x, i in ids.items() if i is not None},
     }
     if template := file.field("tokenizer.chat_template", None):
         settings["chat_template"] = template
-    ends = (file.field(f"tokenizer.ggml.{x}_token_id", None) for x in ("eos", "eot", "eom"))
+    ends = (_id(file, x, len(tokens)) for x in ("eos", "eot", "eom"))
     generation = {"eos_token_id": [*dict.fromkeys(x for x in ends if x is not None)]}
     with tempfile.TemporaryDirectory() as folder:
         contents = {TOKENIZER_FILE: document, SETTINGS_FILE: settings}
         for place, content in (contents | {GENERATION_FILE: generation}).items():
             (Path(folder) / place).write_text(json.dumps(content), encoding="utf-8")
-        return pretrained_tokenizer(Path(folder), name)
+        try:
+            return pretrained_tokenizer(Path(folder), name)
+        except UserError as error:
+            raise UserError(str(error).replace(folder, f"{file.path}, as files")) from None
 
 
-def _of_bytes(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
-    """Parts of a `tokenizer.json` that merges bytes, and whether texts begin with a token."""
-    pre = file.field("tokenizer.ggml.pre", "gpt-2")
-    if pre not in WORDS_OF:
+def _id(file: Gguf, name: str, number: int) -> int | None:
+    """The id of a special token, if any, of a number of tokens."""
+    field = f"tokenizer.ggml.{name}_token_id"
+    value = file.field(field, None)
+    if value is not None and not (isinstance(value, int) and 0 <= value < number):
+        raise UserError(f"{file.path}: {field}={value!r} must be below {number}; fetch it again")
+    return value
+
+
+def _byte_level_bpe(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
+    """Fields of a `tokenizer.json` of byte-level BPE, and whether texts begin with a token."""
+    pre = file.field("tokenizer.ggml.pre", "gpt-2" if file.architecture == "gpt2" else None)
+    if pre not in PRE_TOKENIZERS:
         raise UserError(
             f"{file.path}: tokenizer.ggml.pre={pre!r} is unsupported; choose one of "
-            f"{', '.join(WORDS_OF)}, or the files of the original model"
+            f"{', '.join(PRE_TOKENIZERS)}, or the files of the original model"
         )
-    words = WORDS_OF[pre]
+    words = PRE_TOKENIZERS[pre]
     model = _model(tokens, file.field("tokenizer.ggml.merges"))
     document: dict[str, JSON] = {
         "normalizer": words.normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": words.parts},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": words.components},
         "decoder": _byte_level(True),
         "model": model | {"ignore_merges": words.ignore_merges},
     }
     return document, words.adds_start
 
 
-def _of_subwords(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
-    """The same for a tokenizer of SentencePiece, whose subwords are merged by their scores."""
+def _sentencepiece_bpe(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
+    """The same for BPE of SentencePiece, which merges by scores."""
     scores = file.field("tokenizer.ggml.scores")
     prefix = file.field("tokenizer.ggml.add_space_prefix", True)
     replace: JSON = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -133,7 +153,7 @@ def _of_subwords(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = file.field("tokenizer.ggml.unknown_token_id", None)
+    unknown = _id(file, "unknown", len(tokens))
     model = _model(tokens, _merges_of(tokens, scores))
     model |= {"fuse_unk": True, "byte_fallback": True}
     model["unk_token"] = None if unknown is None else tokens[unknown]
@@ -146,7 +166,7 @@ def _of_subwords(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
     return document, True
 
 
-def _beginning(token: str, number: int) -> JSON:
+def _bos_post_processor(token: str, number: int) -> JSON:
     """The post-processor that begins texts with a token."""
     start: JSON = {"SpecialToken": {"id": token, "type_id": 0}}
     one, other = ({"Sequence": {"id": x, "type_id": 0}} for x in "AB")
@@ -158,7 +178,7 @@ def _beginning(token: str, number: int) -> JSON:
     }
 
 
-def _model(tokens: list[str], merges: list[str]) -> dict[str, JSON]:
+def _model(tokens: list[str], merges: Sequence[JSON]) -> dict[str, JSON]:
     """The model of a `tokenizer.json`."""
     return {
         "type": "BPE",
@@ -174,13 +194,13 @@ def _model(tokens: list[str], merges: list[str]) -> dict[str, JSON]:
     }
 
 
-def _merges_of(tokens: list[str], scores: list[float]) -> list[str]:
+def _merges_of(tokens: list[str], scores: list[float]) -> list[JSON]:
     """All pairs of tokens that make a token, the highest score of the result first."""
     ids = {token: i for i, token in enumerate(tokens)}
     pairs = [
-        (-score, i, ids[token[:cut]], ids[token[cut:]], f"{token[:cut]} {token[cut:]}")
+        (-score, i, ids[token[:cut]], ids[token[cut:]])
         for i, (token, score) in enumerate(zip(tokens, scores, strict=True))
         for cut in range(1, len(token))
         if token[:cut] in ids and token[cut:] in ids
     ]
-    return [merge for *_, merge in sorted(pairs)]
+    return [[tokens[left], tokens[right]] for *_, left, right in sorted(pairs)]

@@ -122,7 +122,7 @@ class Lfm2(LlamaLike):
     has_head_dim = False
     ignored = frozenset(
         ("block_dim", "block_norm_eps", "block_use_swiglu", "conv_dim", "conv_dim_out")
-    ) | {"num_heads", "theta", "use_pos_enc"}
+    ) | {"num_heads", "theta", "use_pos_enc", "rms_norm_eps"}
 
     tie_word_embeddings: bool = pydantic.Field(True, alias="tie_embedding")
     num_key_value_heads: Size | None = 8
@@ -155,6 +155,15 @@ class Lfm2(LlamaLike):
         return layers_of(self.layer_types or default, convolution, softmax)
 
 
+OF_EXPERTS = frozenset[str]().union(
+    ("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "n_routed_experts"),
+    ("n_shared_experts", "moe_intermediate_size", "moe_latent_size", "norm_topk_prob"),
+    ("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
+    ("routed_scaling_factor", "n_group", "topk_group"),
+)
+"""Fields of experts, in families that have models without any."""
+
+
 def _unlimited(value: Any) -> None:
     if value not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None):
         raise ValueError("steps with limits are unsupported; choose another model")
@@ -168,7 +177,7 @@ class GraniteHybrid(Granite):
 
     model_type = "granitemoehybrid"
     architecture = "GraniteMoeHybridForCausalLM"
-    ignored = frozenset(["intermediate_size", "normalization_function"])
+    ignored = OF_EXPERTS | {"intermediate_size", "normalization_function"}
 
     num_local_experts: Literal[0]
     intermediate_size: Size = pydantic.Field(alias="shared_intermediate_size")
@@ -189,7 +198,7 @@ class GraniteHybrid(Granite):
     @pydantic.model_validator(mode="after")
     def _has_the_width_of_its_heads(self) -> "GraniteHybrid":
         if self.mlp_bias:
-            raise ValueError("mlp_bias is unsupported in granitemoehybrid; remove it")
+            raise ValueError("mlp_bias is unsupported in granitemoehybrid; choose another model")
         width = self.mamba_expand * self.hidden_size
         depth = width // self.mamba_n_heads if self.mamba_d_head == "auto" else self.mamba_d_head
         if depth * self.mamba_n_heads != width:
@@ -230,7 +239,7 @@ class NemotronH(Family):
 
     model_type = "nemotron_h"
     architecture = "NemotronHForCausalLM"
-    ignored = frozenset(["rms_norm_eps", "expand", "attention_head_dim"])
+    ignored = OF_EXPERTS | {"rms_norm_eps", "expand", "attention_head_dim"}
 
     hidden_size: Size
     intermediate_size: Size
@@ -277,7 +286,7 @@ class NemotronH(Family):
         if {*self.pattern} - {*"M*-"}:
             raise ValueError(f"{name}={getattr(self, name)!r} must have layers M, * and - alone")
         if not self.pattern or self.pattern.startswith("-") or "--" in self.pattern:
-            raise ValueError(f"{name}={getattr(self, name)!r} must have layers - after M or *")
+            raise ValueError(f"{name}={getattr(self, name)!r} must have - directly after M or *")
         if self.number not in (None, len(self.pattern)):
             raise ValueError(f"{name} has {len(self.pattern)} layers, not {self.number}")
         return self

@@ -1,0 +1,41 @@
+"""Training from the weights of another run or model."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models.conversion import new_parameters, shared_weights, without_lora
+from heinsen_jax.runs.load import load_architecture, load_run
+
+LORA = ".lora."
+"""Part of the names of low-rank additions."""
+
+
+def check_start(model: LanguageModelConfig, start: str) -> None:
+    """Check that a run can begin with the weights in the folder `start`.
+
+    Raises:
+      UserError: the folder has no model, or one of other sizes; or only low-rank additions are
+        trained, and it lacks other parameters.
+    """
+    try:
+        theirs = load_architecture(start)
+    except UserError as error:
+        raise UserError(f"training.start={start}: {error}") from None
+    lacking = sorted(name for name in new_parameters(model, theirs) if LORA not in name)
+    if model.lora_rank is not None and lacking:
+        raise UserError(
+            f"model.lora_rank={model.lora_rank} trains additions alone, but training.start={start} "
+            f"lacks {lacking[0].removesuffix('.value')}; leave one of them out"
+        )
+
+
+def start_weights(model: LanguageModelConfig, start: str) -> Mapping[str, np.ndarray]:
+    """The weights of a model in the folder `start`, by name. Low-rank additions of another rank are
+    added to their matrices."""
+    theirs, _, _ = load_run(start, on_host=True)
+    if theirs.config.lora_rank not in (None, model.lora_rank):
+        theirs = without_lora(theirs)
+    return shared_weights(model, theirs)

@@ -51,9 +51,7 @@ class DeltaNetAttention(MatrixStateAttention[DeltaNetConfig]):
         return l2_normalized(query), l2_normalized(key), value, after
 
     def gates(self, x: Features) -> Gates:
-        *batch, length, _ = x.shape
-        beta = jax.nn.sigmoid(in_float32(self.beta(x)))
-        beta = beta.reshape(*batch, self.num_steps * length, self.num_heads)
+        beta = self.in_steps(jax.nn.sigmoid(in_float32(self.beta(x))), self.num_heads, 1)[..., 0]
         if self.config.negative_eigenvalues:
             beta = 2 * beta
         return {"erase": beta, "write": beta}

@@ -27,7 +27,7 @@ class GatedDeltaProductAttention(GatedDeltaNetAttention):
         S_t = (I - beta_tM k_tM k_tM^T) ... (I - beta_t1 k_t1 k_t1^T) exp(g_t) S_(t-1) + ...
 
     with the values of step i written by it, beta_ti k_ti v_ti^T; all else is as in
-    `GatedDeltaNetAttention`. Keys, values and beta have M projections, one after the other.
+    `GatedDeltaNetAttention`. Keys, values and beta have M projections, adjacent for each head.
 
     References:
       Siems et al., 2025, DeltaProduct, arXiv:2502.10297, equation 6.

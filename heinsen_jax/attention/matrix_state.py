@@ -240,12 +240,18 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
             after.append(last)
         if isinstance(self.config, ConvolvedConfig):
             arrays = [jax.nn.silu(x) for x in arrays]
-        *batch, length, _ = x.shape
-        keys, steps = (self.num_key_heads, self.key_depth), self.num_steps * length
-        query = arrays[0].reshape(*batch, length, *keys)
-        key = arrays[1].reshape(*batch, steps, *keys)
-        value = arrays[2].reshape(*batch, steps, self.num_heads, self.value_depth)
+        query = arrays[0].reshape(*x.shape[:-1], self.num_key_heads, self.key_depth)
+        key = self.in_steps(arrays[1], self.num_key_heads, self.key_depth)
+        value = self.in_steps(arrays[2], self.num_heads, self.value_depth)
         return query, key, value, tuple(after)
+
+    def in_steps(self, x: Array, heads: int, depth: int) -> OfHeads:
+        """`[..., T, heads M depth]` -> `[..., T M, heads, depth]` for M steps of a token, so that a
+        part of the features has whole heads."""
+        *batch, length, _ = x.shape
+        by_head = x.reshape(*batch, length, heads, self.num_steps, depth)
+        by_step = jnp.swapaxes(by_head, -3, -2)
+        return by_step.reshape(*batch, self.num_steps * length, heads, depth)
 
     def apply(
         self, x: Features, call: CallArguments[MatrixStates]

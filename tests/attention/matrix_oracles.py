@@ -241,9 +241,9 @@ def gated_deltaproduct(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     steps, heads = layer.config.num_steps, layer.num_heads
     query, key, value = projected(layer, p, x)
     keys, values = (
-        array.reshape(len(x), steps, heads, -1).transpose(2, 0, 1, 3) for array in (key, value)
+        array.reshape(len(x), heads, steps, -1).transpose(1, 0, 2, 3) for array in (key, value)
     )
-    beta = sigmoid(x @ p["beta.kernel"]).reshape(len(x), steps, heads)
+    beta = sigmoid(x @ p["beta.kernel"]).reshape(len(x), heads, steps).swapaxes(1, 2)
     beta = beta * (2 if layer.config.negative_eigenvalues else 1)
     logits = x @ p["decay.kernel"] + p["to_log_decay.bias"]
     decay = np.exp(-np.exp(p["to_log_decay.log_rate"]) * softplus(logits))

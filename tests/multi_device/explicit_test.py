@@ -13,7 +13,7 @@ from tests.multi_device.processes_test import CONFIG
 from tests.ops.catalogue import OPS
 
 TOLERANCE = 2e-5
-SENSITIVE = {"mlstm": 1e-3}
+SENSITIVE = {"mlstm": 1e-3, "rwkv7": 1e-4}
 """Tolerances where results under `jit` and without it differ by as much on one device."""
 SHORT_OPS = "linear", "softmax, tiled", "mla, expanded"
 LONG_OPS = [name for name in OPS if name not in SHORT_OPS and "bidirectional" not in name]

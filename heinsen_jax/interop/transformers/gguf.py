@@ -13,7 +13,7 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, dequantize, get_tensor_name_map
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.tensors import NAMES
+from heinsen_jax.interop.transformers.names import NAMES
 from heinsen_jax.typing import JSON
 
 ARCHITECTURES = {

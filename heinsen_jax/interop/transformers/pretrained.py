@@ -23,17 +23,7 @@ from heinsen_jax.data.tokenizer_files import (
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError, explain, extra_module
-from heinsen_jax.interop.tensors import (
-    DIVIDED,
-    IGNORED,
-    NAMES,
-    OTHER_NAMES,
-    TEXT_PREFIXES,
-    Names,
-    entries,
-    shapes_of,
-    tensors_of,
-)
+from heinsen_jax.interop.tensors import Names, entries, shapes_of, tensors_of
 from heinsen_jax.interop.transformers.checkpoint import (
     DTYPES,
     GGUF,
@@ -44,6 +34,13 @@ from heinsen_jax.interop.transformers.checkpoint import (
 from heinsen_jax.interop.transformers.families import family_of, text_part
 from heinsen_jax.interop.transformers.family import IRRELEVANT
 from heinsen_jax.interop.transformers.matching import family_for
+from heinsen_jax.interop.transformers.names import (
+    DIVIDED,
+    IGNORED,
+    NAMES,
+    OTHER_NAMES,
+    TEXT_PREFIXES,
+)
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.config import Dtype
 from heinsen_jax.models.conversion import without_lora

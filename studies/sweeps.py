@@ -45,6 +45,9 @@ NAMES = {
 }
 """Labels of `causal_mechanisms` for registered mechanisms whose names differ from them."""
 
+NOT_RUN = {"short_convolution", "gated_deltaproduct", "gated_deltanet2", "rwkv7"}
+"""Mechanisms that the committed results of `causal_mechanisms` do not have."""
+
 MECHANISMS = (
     *("log", "log, decay by head", "log, slots", "softmax", "FoX", "MLA"),
     *("linear", "GLA", "Mamba-2", "mLSTM"),
@@ -74,7 +77,8 @@ def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
 
 
 def causal_mechanisms(length: int) -> Sweep:
-    """All causal mechanisms, and some variants of log-attention, by the labels of `NAMES`.
+    """All causal mechanisms but `NOT_RUN`, and some variants of log-attention, by the labels of
+    `NAMES`.
 
     Windows, segments and blocks are fractions of `length`: their defaults would cover short
     sequences completely.
@@ -91,7 +95,8 @@ def causal_mechanisms(length: int) -> Sweep:
         "log, decay by feature": {"values": "linear", "decay": "feature", "max_timescale": length},
         "log, slots": SLOTS,
     }
-    classes = {name: attention.mechanism(name) for name in attention.names() if name != "log"}
+    names = (name for name in attention.names() if name != "log" and name not in NOT_RUN)
+    classes = {name: attention.mechanism(name) for name in names}
     others = {
         NAMES.get(name, name): mechanism(name, **kind.short_options(length))
         for name, kind in classes.items()

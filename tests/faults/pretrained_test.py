@@ -170,9 +170,10 @@ def test_templates_that_are_no_files_are_refused_unread(name, tmp_path):
 def test_gguf_is_named(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    for name in (tmp_path, path):
-        with pytest.raises(UserError, match=r"model\.gguf has the format GGUF"):
-            from_pretrained(name)
+    with pytest.raises(UserError, match=r"has a file of llama\.cpp; give its path, .*model\.gguf"):
+        from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.gguf is damaged or of an unsupported kind"):
+        from_pretrained(path)
 
 
 def test_the_trained_length_is_kept_and_warned_about(tmp_path):

@@ -10,7 +10,14 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
-from heinsen_jax.attention.parameters import NORMS, LayerOptions, dense_options, linear, lora
+from heinsen_jax.attention.parameters import (
+    NORMS,
+    LayerOptions,
+    dense_options,
+    linear,
+    lora,
+    scaled,
+)
 from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
 
@@ -37,6 +44,8 @@ class HeadsConfig(AttentionConfig):
     """Whether the projections have biases."""
     output_bias: bool | None = None
     """Whether the output projection has a bias; as `use_bias` by default, never if it is gated."""
+    output_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the output."""
     lora_rank: pydantic.PositiveInt | None = None
     """Rank of products A B that are added to the matrices of the projections to queries, keys,
     values and outputs, as in LoRA; B is initially 0. None are added when None."""
@@ -169,7 +178,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         y = y.reshape(*y.shape[:-2], self.num_heads * self.value_depth)
         if self.config.gated:
             y = jax.nn.glu(self.gate(y))
-        return self.output(y)
+        return scaled(self.config.output_multiplier, self.output(y))
 
 
 class HeadProjection(nnx.Linear):

@@ -1,7 +1,7 @@
 """Mamba-2: a selective state space model with decay by head, as a layer."""
 
 from functools import partial
-from typing import Unpack
+from typing import Literal, Unpack
 
 import jax.numpy as jnp
 import pydantic
@@ -15,8 +15,8 @@ from heinsen_jax.attention.matrix_state import (
     SoftplusDecay,
     delta_rule,
 )
-from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, linear, parameter
-from heinsen_jax.typing import Features, config_dataclass
+from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, linear, parameter, scaled
+from heinsen_jax.typing import Array, Features, config_dataclass
 
 
 @config_dataclass
@@ -32,6 +32,20 @@ class Mamba2Config(ConvolvedConfig):
     """Whether these convolutions have biases."""
     num_key_heads: pydantic.PositiveInt | None = 1
     """Number of groups of heads, each with its own B and C; num_value_heads when None."""
+    output_norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    """Place of the norm of the outputs: norm(o * silu(x Wg)), norm(o) * silu(x Wg), or no norm."""
+    query_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the projection to C."""
+    key_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the projection to B."""
+    value_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the projection to x."""
+    gate_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the projection to the output gate."""
+    step_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the projection to steps."""
+    output_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the output."""
 
 
 class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
@@ -46,7 +60,8 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
     1. The width of values is twice the model's.
 
     References:
-      Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060.
+      Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Zuo et al., 2025, Falcon-H1,
+      arXiv:2507.22448 (multipliers).
     """
 
     Config = Mamba2Config
@@ -61,15 +76,23 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
         self.to_log_decay = SoftplusDecay((self.num_heads,), (self.num_heads,), **options)
         self.skip = parameter(nnx.initializers.ones, self.num_heads, kind="vector", **options)
 
-    def make_norm(self, **options: Unpack[LayerOptions]) -> RMSNorm:
+    def make_norm(self, **options: Unpack[LayerOptions]) -> RMSNorm | None:
+        if self.config.output_norm == "none":
+            return None
         size, groups = self.num_heads * self.value_depth, self.num_key_heads
         return RMSNorm(size, epsilon=self.config.norm_epsilon, num_groups=groups, **options)
 
+    def project(self, name: str, x: Features) -> Array:
+        return scaled(getattr(self.config, f"{name}_multiplier"), super().project(name, x))
+
     def gates(self, x: Features) -> Gates:
-        step, log_decay = self.to_log_decay(self.step(x))
+        step, log_decay = self.to_log_decay(self.project("step", x))
         return {"log_decay": log_decay, "write": step}
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         skip = jnp.broadcast_to(self.skip[...].astype(x.dtype)[:, None], value.shape)
         y = (y + skip * value).reshape(*x.shape[:-1], self.num_heads * self.value_depth)
-        return self.output(self.norm(y * self.activated_gate(x)))
+        gate, place = self.activated_gate(x), self.config.output_norm
+        y = self.norm(y) * gate if place == "before_gate" else y * gate
+        y = self.norm(y) if place == "after_gate" else y
+        return scaled(self.config.output_multiplier, self.output(y))

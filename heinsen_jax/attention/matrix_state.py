@@ -199,7 +199,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
             if size
         )
         self.gate = self.make_gate(values, **options)
-        self.norm = self.make_norm(**options)
+        self.norm: Any = self.make_norm(**options)
         self.output = dense(values, model_dim, ("heads", "embed"))
 
     def make_gate(
@@ -217,8 +217,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         sizes, rank = (self.model_dim, width), config.lora_rank
         return linear(*sizes, ("embed", "heads"), use_bias=False, lora_rank=rank, **options)
 
-    def make_norm(self, **options: Unpack[LayerOptions]) -> nnx.Module:
-        """The norm of the outputs."""
+    def make_norm(self, **options: Unpack[LayerOptions]) -> nnx.Module | None:
+        """The norm of the outputs, if any."""
         heads = self.num_heads if self.norms_heads_jointly else 1
         epsilon = self.config.norm_epsilon
         return rms_norm(heads * self.value_depth, epsilon=epsilon, **options)
@@ -227,11 +227,15 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         """The gates of the tokens, in at least float32."""
         raise NotImplementedError
 
+    def project(self, name: str, x: Features) -> Array:
+        """A projection of the tokens, by its name in this layer."""
+        return getattr(self, name)(x)
+
     def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         """Queries and keys `[..., T, G, K]`, with G = num_key_heads, values `[..., T, N, V]`, and
         the new states of the convolutions; in several steps a token, all steps of keys and
         values."""
-        arrays, after = [self.query(x), self.key(x), self.value(x)], []
+        arrays, after = [self.project(name, x) for name in ("query", "key", "value")], []
         for index, convolve in enumerate(self.convolutions):
             before = None if call.state is None else call.state.convolutions[index]
             arrays[index], last = convolve(
@@ -312,9 +316,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
 
     def activated_gate(self, x: Features) -> Array:
         """The output gate `[..., T, N V]`"""
-        assert self.gate is not None
         activation = self.config.gate_activation or self.gate_activation or "silu"
-        gate = (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(self.gate(x))
+        activate = jax.nn.silu if activation == "silu" else jax.nn.sigmoid
+        gate = activate(self.project("gate", x))
         is_by_head = self.config.output_gate == "head"
         return jnp.repeat(gate, self.value_depth, -1) if is_by_head else gate
 

@@ -215,6 +215,11 @@ def parameter(
     return nnx.Param(init(options["rngs"].params(), shape, param_dtype), kind=kind)
 
 
+def scaled(factor: float, x: Array) -> Array:
+    """factor * x, without a product if the factor is 1."""
+    return x if factor == 1 else factor * x
+
+
 def uniform(bound: float) -> nnx.Initializer:
     """An initializer of values uniform in +-bound."""
 

@@ -15,6 +15,7 @@ import pydantic
 
 from heinsen_jax.attention.base import AttentionConfig
 from heinsen_jax.attention.cache import Cache, is_cache
+from heinsen_jax.attention.registry import ParallelConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, LanguageModelState
 from heinsen_jax.pytrees import flatten_with_names
@@ -242,7 +243,9 @@ ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias", "lora_rank"}
 ADDED_FIELDS |= {"num_key_heads", "num_value_heads", "scale", "output_gate"}
 ADDED_FIELDS |= {"zero_centered_norm", "logit_divisor", "convolution_bias"}
 ADDED_FIELDS |= {"gate_activation", "decay_lower_bound"}
-ADDED_FIELDS |= {"embedding_multiplier", "residual_multiplier"}
+ADDED_FIELDS |= {"embedding_multiplier", "residual_multiplier", "output_multiplier"}
+ADDED_FIELDS |= {"mlp_multiplier", "mlp_gate_multiplier", "output_norm"}
+ADDED_FIELDS |= {f"{name}_multiplier" for name in ("query", "key", "value", "gate", "step")}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}
 """Fields that are newer than the format of states: at their defaults they leave fingerprints
@@ -264,8 +267,6 @@ def fingerprint(model: Model) -> str:
         )
         for x, options in layers
     ]
-    for _, options in config["attention"]:
-        options.pop("implementation", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, parts in sorted(model.parameters()):
         digest.update(name.encode())
@@ -275,7 +276,11 @@ def fingerprint(model: Model) -> str:
 
 
 def _fields(config: LanguageModelConfig | AttentionConfig) -> dict[str, Any]:
-    """The fields of a configuration as plain values, without `ADDED_FIELDS` at their defaults."""
+    """The fields of a configuration that determine states as plain values, without `ADDED_FIELDS`
+    at their defaults."""
+    if isinstance(config, ParallelConfig):
+        return {name: _fields(part) for name, part in config.parts.items()}
     fields = dataclasses.asdict(config)
+    fields.pop("implementation", None)
     defaults = {x.name: x.default for x in dataclasses.fields(config) if x.name in ADDED_FIELDS}
     return {k: v for k, v in fields.items() if k not in defaults or v != defaults[k]}

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
+from heinsen_jax.attention.registry import parts_of
 from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.models import LanguageModelConfig
 
@@ -203,19 +204,26 @@ def entries(names: Names, config: LanguageModelConfig, paths: Iterable[str]) -> 
         whole, index, kinds = path.removesuffix(".value"), 0, [""]
         if in_block := _IN_BLOCK.fullmatch(whole):
             index, whole = int(in_block[1]), in_block[2]
-            kinds = [config.layer_pattern[index] + ".", "blocks."]
+        parts = parts_of(config.layer_pattern[index], layers[index])
+        within = (name for name in parts if whole.startswith(f"attention.{name}."))
+        name = next(within, next(iter(parts)))
+        if in_block:
+            whole, kinds = (
+                whole.replace(f"attention.{name}.", "attention."),
+                [f"{name}.", "blocks."],
+            )
         module, _, leaf = whole.rpartition(".")
         suffixes = {whole: "", module: ".bias" if leaf == "bias" else ".weight"}
         pairs = [(kind + x, suffix) for kind in kinds for x, suffix in suffixes.items()]
         if not (known := [pair for pair in pairs if pair[0] in names]):
             raise KeyError(f"{path} has no name in the other library")
         key, suffix = known[0]
-        name = names[key][0] + suffix
-        parts = [name.replace("*", x) for x in "qkv"] if "*" in name else [name]
-        is_stacked = "{" in name
+        tensor = names[key][0] + suffix
+        tensors = [tensor.replace("*", x) for x in "qkv"] if "*" in tensor else [tensor]
+        is_stacked = "{" in tensor
         numbers = range(index, config.num_layers, len(layers)) if is_stacked else range(1)
-        each = [[part.format(number, **places[number]) for part in parts] for number in numbers]
-        parameters.append(Entry(path, each, is_stacked, names[key][1], Heads.of(layers[index])))
+        each = [[x.format(number, **places[number]) for x in tensors] for number in numbers]
+        parameters.append(Entry(path, each, is_stacked, names[key][1], Heads.of(parts[name])))
     return parameters
 
 

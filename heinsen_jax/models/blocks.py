@@ -10,7 +10,7 @@ from flax import nnx
 
 from heinsen_jax.attention import mechanism
 from heinsen_jax.attention.convolution import CausalConvolution
-from heinsen_jax.attention.parameters import NORMS, LayerOptions, linear
+from heinsen_jax.attention.parameters import NORMS, LayerOptions, linear, scaled
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, exported_tuple
@@ -38,9 +38,9 @@ class Block(nnx.Module):
 
     With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With `norm_after`, norms follow
     both: x + norm(attention(x)) and x' + norm(mlp(x')). Outputs of both are multiplied by
-    `residual_multiplier`. With convolutions, as always in the decay block, they precede attention
-    and mlp: attention(convolution(norm(x))). Returns the result and the state after x, or None
-    unless requested.
+    `residual_multiplier`, the MLP's by `mlp_multiplier`, too. With convolutions, as always in the
+    decay block, they precede attention and mlp: attention(convolution(norm(x))). Returns the result
+    and the state after x, or None unless requested.
     """
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
@@ -48,6 +48,7 @@ class Block(nnx.Module):
         self.is_parallel = config.parallel_branches
         self.norm_after = config.layers[index].norm_after
         self.multiplier = config.residual_multiplier
+        self.mlp_multiplier = config.mlp_multiplier
         norm = partial(NORMS[config.norm_kind], epsilon=config.norm_epsilon)
         self.norm = norm(config.model_dim, **options)
         build = mechanism(config.layer_pattern[index])
@@ -58,7 +59,9 @@ class Block(nnx.Module):
         if kind is not None and self.has_mlp:
             self.mlp_norm = norm(config.model_dim, **options)
             has_bias = config.mlp_has_bias
-            build_mlp = SwiGLU if kind == "swiglu" else partial(MLP, activation=kind)
+            build_mlp = partial(MLP, activation=kind)
+            if kind == "swiglu":
+                build_mlp = partial(SwiGLU, gate_multiplier=config.mlp_gate_multiplier)
             sizes, rank = (config.model_dim, config.mlp_width), config.lora_rank
             self.mlp = build_mlp(*sizes, use_bias=has_bias, lora_rank=rank, **options)
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1
@@ -135,14 +138,13 @@ class Block(nnx.Module):
                 inputs = before_attention if self.is_parallel else x
                 inputs = inputs if self.norm_after else self.mlp_norm(inputs)
                 inputs, after = self._convolved(inputs, 1, state, segment_ids)
-                y = self.mlp(inputs)
+                y = scaled(self.mlp_multiplier, self.mlp(inputs))
                 x = x + self._branch(self.mlp_norm(y) if self.norm_after else y, x)
         return constrain(x, "tokens", None), after
 
     def _branch(self, y: Features, x: Features) -> Features:
         """The output of a branch, in the dtype of the residual stream x."""
-        y = y.astype(x.dtype)
-        return y if self.multiplier == 1 else self.multiplier * y
+        return scaled(self.multiplier, y.astype(x.dtype))
 
     def _convolved(
         self,
@@ -201,7 +203,8 @@ class MLP(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """(SiLU(x W1 + b1) * (x W2 + b2)) W3 + b3; without biases, if use_bias is False.
+    """(SiLU(g (x W1 + b1)) * (x W2 + b2)) W3 + b3, for a constant g; without biases, if use_bias
+    is False.
 
     References:
       Shazeer, 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
@@ -214,12 +217,15 @@ class SwiGLU(nnx.Module):
         *,
         use_bias: bool,
         lora_rank: int | None = None,
+        gate_multiplier: float = 1.0,
         **options: Unpack[LayerOptions],
     ):
+        self.gate_multiplier = gate_multiplier
         dense = partial(linear, use_bias=use_bias, lora_rank=lora_rank, **options)
         self.gate, self.up = (dense(narrow, wide, ("embed", "mlp")) for _ in range(2))
         self.down = dense(wide, narrow, ("mlp", "embed"))
 
     def __call__(self, x: Features) -> Features:
-        wide = constrain(jax.nn.silu(self.gate(x)) * self.up(x), "tokens", "mlp")
+        gate = jax.nn.silu(scaled(self.gate_multiplier, self.gate(x)))
+        wide = constrain(gate * self.up(x), "tokens", "mlp")
         return self.down(wide)

@@ -13,7 +13,7 @@ from flax import nnx
 from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.attention.registry import FieldValue, ParallelConfig, options_of_parts
 from heinsen_jax.models.pattern import Layers, Pattern, single_layers
 from heinsen_jax.typing import config_dataclass
 
@@ -77,7 +77,8 @@ class LanguageModelConfig:
     """Number of residual blocks."""
     attention: Pattern = "log"
     """Attention mechanism, such as log or softmax; the README lists all. Several form a pattern
-    that the model repeats. With options: `Layers`, on the command line log:repeats=3,decay=head."""
+    that the model repeats. gqa+mamba2 are in parallel: a layer with the sum of their outputs. With
+    options: `Layers`, on the command line log:repeats=3,decay=head."""
     block: Literal["paper", "standard", "decay", "fastformer", "llama"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
@@ -124,6 +125,10 @@ class LanguageModelConfig:
     """Factor of the token embeddings in the input of the first layer."""
     residual_multiplier: pydantic.PositiveFloat = 1.0
     """Factor of the output of each residual branch: x + residual_multiplier attention(norm(x))."""
+    mlp_gate_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the gate of a SwiGLU MLP before its activation."""
+    mlp_multiplier: pydantic.PositiveFloat = 1.0
+    """Factor of the output of the MLP."""
     embedding_style: Literal["paper", "fastformer"] = "paper"
     """Layers before the first and after the last block. paper: a position recurrence before, a norm
     after. fastformer: learned positions and a norm before; after, a bias, and logits scaled by
@@ -174,10 +179,16 @@ class LanguageModelConfig:
                 f"max_length={self.max_length} with positions={self.position_kind!r}; set it for "
                 "learned positions, and only for those"
             )
-        if BLOCKS[self.block].mlp is None and (self.mlp or self.mlp_dim):
+        of_mlp = self.mlp or self.mlp_dim or self.mlp_multiplier != 1
+        if BLOCKS[self.block].mlp is None and of_mlp:
             raise ValueError(
-                f"mlp and mlp_dim with block={self.block!r}: that block has no MLP; leave them "
-                "out, or choose block='standard'"
+                f"mlp, mlp_dim and mlp_multiplier with block={self.block!r}: that block has no "
+                "MLP; leave them out, or choose block='standard'"
+            )
+        if self.mlp_gate_multiplier != 1 and self.mlp_kind != "swiglu":
+            raise ValueError(
+                f"mlp_gate_multiplier={self.mlp_gate_multiplier}: the MLP has no gate; leave it "
+                "out, or choose mlp='swiglu'"
             )
         if self.parallel_branches and self.block in ("paper", "fastformer"):
             raise ValueError(
@@ -267,6 +278,10 @@ class LanguageModelConfig:
 
     def _mechanism(self, layer: Layers) -> AttentionConfig:
         name = layer.mechanism
+        if "+" in name:
+            options = options_of_parts(name, layer.options)
+            layers = {part: Layers(part, options=options[part]) for part in options}
+            return ParallelConfig(parts={part: self._mechanism(x) for part, x in layers.items()})
         known = {field.name for field in dataclasses.fields(mechanism(name).Config)}
         asked = BLOCKS[self.block].options
         chosen = known & asked.keys() - (set() if name == "log" else LOG_OPTIONS)

@@ -67,6 +67,11 @@ def linear_layers(
             f"attention={attention!r}: norms and MLPs stay where the teacher has them; leave out "
             "norm_after and has_mlp"
         )
+    if any("+" in mechanism for mechanism in (chosen.mechanism, *teacher.layer_pattern)):
+        raise UserError(
+            f"attention={attention!r}: layers with mechanisms in parallel cannot be replaced, nor "
+            "replace others; choose another teacher or mechanism"
+        )
     teacher = _norms_as_options(teacher)
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     old, modules = teacher.layers, teacher.abstract_layers()

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
+from heinsen_jax.attention.registry import parts_of
 from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
@@ -127,13 +128,12 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
     if model.num_heads % tensor:
         raise UserError(f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}")
-    for layer, config in zip(model.layers, model.mechanisms(), strict=True):
+    layers = zip(model.layer_pattern, model.mechanisms(), strict=True)
+    for layer, config in (x for pair in layers for x in parts_of(*pair).items()):
         for name in ("num_key_heads", "num_value_heads"):
             number = getattr(config, name, None) or 1
             if number > 1 and number % tensor:
-                raise UserError(
-                    f"mesh.tensor={tensor} does not divide {name}={number} of {layer.mechanism}"
-                )
+                raise UserError(f"mesh.tensor={tensor} does not divide {name}={number} of {layer}")
     if data.sequence_length % context:
         raise UserError(
             f"mesh.context={context} does not divide data.sequence_length={data.sequence_length}"

@@ -66,6 +66,8 @@ VARIANTS |= {
     "gated_deltaproduct, groups": ("gated_deltaproduct", {"num_key_heads": 2, "num_steps": 3}),
     "kda, lower bound": ("kda", {"decay_lower_bound": -5.0, "output_gate": "head"}),
     "mamba2, groups": ("mamba2", {"key_depth": 8, "num_key_heads": 2}),
+    "gqa+mamba2": ("gqa+mamba2", {"gqa.positions": "rotary", "mamba2.key_depth": 8}),
+    "log+kda": ("log+kda", {"log.values": "linear", "log.decay": "head"}),
     "gated_deltanet, groups": ("gated_deltanet", {"num_key_heads": 1, "num_value_heads": 4}),
     "log_window, rotary": ("log_window", {"window_size": 7, "positions": "rotary"}),
     "log_window, decay": ("log_window", {"window_size": 7, "decay": "head"}),
@@ -74,7 +76,16 @@ VARIANTS |= {
 
 # In the short suite: one variant per kind of state for streaming, and per kind of sum for half
 # precision; tests/ops covers every op.
-STREAMS = {"log", "softmax, rotary", "sliding_window, rotary", "mla", "tglobal", "rmt", "retnet"}
+STREAMS = {
+    "log",
+    "gqa+mamba2",
+    "softmax, rotary",
+    "sliding_window, rotary",
+    "mla",
+    "tglobal",
+    "rmt",
+    "retnet",
+}
 HALF = {"log", "softmax", "linear", "colt5", "additive", "kda"}
 # One of each base class and kind of state; `oracle_test` has all mechanisms.
 REPRESENTATIVES = {"log", "softmax", "sliding_window", "kda", "tglobal", "additive"}

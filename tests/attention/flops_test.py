@@ -53,3 +53,8 @@ def test_flops_of_all_pairs(name, visible):
     """A query attends to keys on both sides."""
     flops = configure(name).flops(64, 4, LENGTH, is_causal=False)
     assert flops == pytest.approx(4 * 4 * 16 * visible, rel=0.01)
+
+
+def test_mechanisms_in_parallel_add_their_flops():
+    assert configure("gqa+mamba2").flops(64, 4, LENGTH) == FLOPS["gqa"] + FLOPS["mamba2"]
+    assert configure("gqa+additive").flops(64, 4, LENGTH) is None

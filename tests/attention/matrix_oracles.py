@@ -43,9 +43,13 @@ def convolve(p: Any, name: str, x: Array) -> Array:
     return y + p.get(f"{name}.bias", 0)
 
 
+def times(layer: Any, name: str) -> float:
+    return getattr(layer.config, f"{name}_multiplier", 1.0)
+
+
 def projected(layer: Any, p: Any, x: Array) -> list[Array]:
     """Queries, keys and values of all heads, convolved and followed by SiLU, if so configured."""
-    arrays = [x @ p[f"{name}.kernel"] for name in ("query", "key", "value")]
+    arrays = [times(layer, name) * x @ p[f"{name}.kernel"] for name in ("query", "key", "value")]
     if not hasattr(layer.config, "convolution_size"):
         return arrays
     if layer.config.convolution_size:
@@ -145,7 +149,7 @@ def mamba2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     groups = layer.config.num_key_heads
     arrays = projected(layer, p, x)
     c, b = (np.split(array, groups, axis=1) for array in arrays[:2])
-    step = softplus(x @ p["step.kernel"] + p["to_log_decay.bias"])
+    step = softplus(times(layer, "step") * x @ p["step.kernel"] + p["to_log_decay.bias"])
     decay = np.exp(-np.exp(p["to_log_decay.log_rate"]) * step)
     y = []
     for head, v in enumerate(split(layer, arrays[2])):
@@ -153,10 +157,15 @@ def mamba2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
         written = step[:, head, None] * v
         o = recurrence(c[group], b[group], written, decay[:, head, None], np.zeros(len(x)), 1.0)
         y.append(o + p["skip"][head] * v)
-    gated = np.concatenate(y, 1) * silu(x @ p["gate.kernel"])
-    ones = np.ones(gated.shape[1] // groups)
-    normed = [rms(part, ones) for part in np.split(gated, groups, axis=1)]
-    return (np.concatenate(normed, 1) * p["norm.scale"]) @ p["output.kernel"]
+    y, gate = np.concatenate(y, 1), silu(times(layer, "gate") * x @ p["gate.kernel"])
+    place = layer.config.output_norm
+    y = y * gate if place == "after_gate" else y
+    if place != "none":
+        ones = np.ones(y.shape[1] // groups)
+        normed = [rms(part, ones) for part in np.split(y, groups, axis=1)]
+        y = np.concatenate(normed, 1) * p["norm.scale"]
+    y = y if place == "after_gate" else y * gate
+    return times(layer, "output") * y @ p["output.kernel"]
 
 
 def short_convolution(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:

@@ -108,6 +108,21 @@ VARIANTS |= {
         "mamba2",
         {"key_depth": 5, "num_key_heads": 2, "num_value_heads": 6, "convolution_bias": False},
     ),
+    "mamba2, multipliers and no norm": (
+        "mamba2",
+        {"key_depth": 5, "output_norm": "none", "gate_multiplier": 0.3, "value_multiplier": 1.7},
+    ),
+    "gqa+mamba2": (
+        "gqa+mamba2",
+        {
+            "gqa.num_kv_heads": 2,
+            "gqa.output_multiplier": 0.7,
+            "mamba2.key_depth": 5,
+            "mamba2.num_key_heads": 2,
+            "mamba2.output_norm": "before_gate",
+            **{f"mamba2.{x}_multiplier": 0.6 for x in ("query", "key", "step", "output")},
+        },
+    ),
     "gated_deltanet, sigmoid by head": (
         "gated_deltanet",
         {"output_gate": "head", "gate_activation": "sigmoid"},
@@ -244,7 +259,7 @@ def expected(
 
 
 def test_every_mechanism_has_an_oracle():
-    assert set(attention.names()) == set(ORACLES) == {name for name, _ in VARIANTS.values()}
+    assert {*attention.names(), "gqa+mamba2"} == {*ORACLES} == {x for x, _ in VARIANTS.values()}
 
 
 @each

@@ -75,7 +75,7 @@ def out_proj(layer: Layer, p: Parameters, y: list[Array]) -> Array:
     """(a * sigmoid(b)) W3 with a | b = y W2 + b2, if gated; or else y W3 + b3."""
     joined = np.concatenate(y, 1)
     if not layer.config.gated:
-        return joined @ p["output.kernel"] + p["output.bias"]
+        return layer.config.output_multiplier * (joined @ p["output.kernel"] + p["output.bias"])
     a, b = np.split(joined @ p["gate.kernel"] + p["gate.bias"], 2, axis=1)
     return a / (1 + np.exp(-b)) @ p["output.kernel"]
 
@@ -492,7 +492,13 @@ def recurrent_memory(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
     return np.concatenate(y)
 
 
+def parallel(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    parts = layer.config.parts
+    return sum(ORACLES[y](getattr(layer, y), within(p, y), x, is_causal) for y in parts)
+
+
 ORACLES: dict[str, Oracle] = MATRIX_ORACLES | {
+    "gqa+mamba2": parallel,
     "log": log,
     "log_window": log_window,
     "softmax": softmax,

@@ -181,9 +181,43 @@ def test_layers_of_mamba():
     assert model("nemotron_h", **NEMOTRON | listed) == config
 
 
+FALCON = SIZES | {"num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536}
+FALCON |= {"mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_rms_norm": False}
+
+
+def test_mechanisms_in_parallel():
+    """With the fields of Falcon-H1-0.5B."""
+    multipliers = {
+        **{"embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625},
+        **{"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375},
+        **{"key_multiplier": 0.390625, "ssm_in_multiplier": 1.25},
+        "ssm_out_multiplier": 0.23570226039551587,
+        "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    }
+    others = {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "attn_layer_indices": None}
+    others |= {"projectors_bias": False, "mamba_norm_before_gate": False, "rope_theta": 1e11}
+    config = model("falcon_h1", **FALCON, **multipliers, **others)
+    assert config.layer_pattern == ("gqa+mamba2",)
+    assert (config.mlp_gate_multiplier, config.mlp_multiplier) == (0.8838834764831844, 0.5859375)
+    assert (config.logit_divisor, config.embedding_multiplier) == (25.6, 5.656854249492381)
+    softmax, mamba = config.mechanisms()[0].parts.values()
+    assert (softmax.scale, softmax.output_multiplier) == (0.390625 / 8, 0.9375)
+    assert (softmax.rotary_base, softmax.num_kv_heads) == (1e11, 2)
+    assert (mamba.num_value_heads, mamba.value_depth, mamba.num_key_heads) == (24, 64, 1)
+    assert (mamba.output_norm, mamba.output_multiplier) == ("none", 0.23570226039551587)
+    assert (mamba.value_multiplier, mamba.query_multiplier) == (0.3125, 0.625)
+    with_norm = FALCON | {"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_d_head": "auto"}
+    mamba = model("falcon_h1", **with_norm | {"mamba_n_heads": 4}).mechanisms()[0].parts["mamba2"]
+    assert (mamba.output_norm, mamba.value_depth) == ("before_gate", 8)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
+        ("falcon_h1", FALCON | {"mamba_d_head": 32}, "mamba_d_ssm = 1536 must be mamba_n_heads"),
+        ("falcon_h1", FALCON | {"projectors_bias": True}, "projectors_bias=True is unsupported"),
+        ("falcon_h1", FALCON | {"ssm_multipliers": [1.0]}, "ssm_multipliers=.* is unsupported"),
         ("lfm2", {"layer_types": ["conv"]}, "layer_types has 1 layers, but"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0 is unsupported"),
         ("lfm2", {"norm_eps": 0}, "norm_eps=0 is unsupported"),

@@ -39,8 +39,8 @@ from tests.models.small import apply, random_model
 FOLDER = GOLDEN_FOLDER / "transformers"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid", "granite", "qwen3_5"}
-SHORT |= {"lfm2", "nemotron_h"}
-HYBRIDS = [x for x in NAMES if "hybrid" in x or x in ("qwen3_5", "lfm2", "nemotron_h")]
+SHORT |= {"lfm2", "nemotron_h", "falcon_h1"}
+HYBRIDS = [x for x in NAMES if re.match(".*hybrid|qwen3_5|lfm2|nemotron_h|falcon_h1", x)]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:

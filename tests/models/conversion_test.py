@@ -108,6 +108,13 @@ def test_short_convolutions_stay():
     assert linear_layers(teacher, "taylor").layer_pattern == ("short_convolution", "taylor")
 
 
+@pytest.mark.parametrize(("old", "new"), [("gqa+mamba2", "log"), ("softmax", "log+mamba2")])
+def test_mechanisms_in_parallel_are_refused(old, new):
+    teacher = LanguageModelConfig(block="llama", attention=old)
+    with pytest.raises(UserError, match="layers with mechanisms in parallel cannot be replaced"):
+        linear_layers(teacher, new)
+
+
 def test_norms_and_mlps_stay_where_they_are():
     pattern = Layers("softmax", norm_after=True), Layers("softmax", has_mlp=False)
     teacher = LanguageModelConfig(block="llama", attention=pattern, num_layers=4)

@@ -285,7 +285,10 @@ def test_a_gated_mlp_has_as_many_parameters_as_one_without_a_gate(mlp, fields, w
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mlp": "swiglu"}, "mlp and mlp_dim with block='paper': that block has no MLP"),
+        (
+            {"mlp": "swiglu"},
+            "mlp_multiplier with block='paper': that block has no MLP",
+        ),
         ({"qk_norm": True, "attention": "additive"}, "has no option query_key_norm"),
         ({"positions": "learned"}, "max_length=None with positions='learned'"),
         ({"positions": "none", "max_length": 9}, "max_length=9 with positions='none'"),

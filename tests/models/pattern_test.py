@@ -44,12 +44,25 @@ def test_the_decay_of_a_block_is_that_of_log_attention():
     assert config.mechanisms()[0].decay is None
 
 
+def test_mechanisms_in_parallel_have_the_options_of_the_block():
+    parallel = Layers("gqa+mamba2", options={"mamba2.key_depth": 16})
+    config = LanguageModelConfig(block="llama", norm_epsilon=1e-3, attention=parallel)
+    parts = config.mechanisms()[0].parts
+    assert (parts["gqa"].positions, parts["gqa"].use_bias) == ("rotary", False)
+    assert (parts["mamba2"].key_depth, parts["mamba2"].norm_epsilon) == (16, 1e-3)
+    assert len({config, LanguageModelConfig(attention="gqa+mamba2")}) == 2
+
+
 NORMED = Layers("gqa", repeats=2, norm_after=True)
 ALONE = Layers("gqa", options={"num_kv_heads": 2}, has_mlp=False)
 
 
+PARALLEL = Layers("gqa+mamba2", options={"gqa.scale": 0.5, "mamba2.key_depth": 64})
+
+
 @pytest.mark.parametrize(
-    "attention", ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", "log", NORMED, ALONE)]
+    "attention",
+    ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", "log", NORMED, ALONE), PARALLEL],
 )
 def test_json_and_command_line_restore_a_pattern(attention):
     config = LanguageModelConfig(attention=attention, num_layers=20)
@@ -98,6 +111,11 @@ def test_a_damaged_argument_is_refused(argument, message):
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
+        ("gqa+nope", "attention mechanism 'nope': unknown"),
+        ("gqa+gqa", r"gqa\+gqa: has a mechanism twice"),
+        (Layers("gqa+log", options={"scale": 1}), r"option 'scale' must begin .* write gqa\.scale"),
+        (Layers("gqa+log", options={"kda.scale": 1}), r"option 'kda\.scale' must begin"),
+        (Layers("gqa+log", options={"log.window_size": 0}), r"log\.window_size: Input should be"),
         ((Layers("log"), Layers("nope")), "attention mechanism 'nope': unknown"),
         (Layers("log", options={"window_sise": 3}), r"log\.window_sise: no such field; .* window_"),
         (Layers("log", options={"window_size": 0}), r"log\.window_size: Input should be greater"),

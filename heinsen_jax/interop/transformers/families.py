@@ -20,6 +20,7 @@ from heinsen_jax.interop.transformers.family import (
     Olmo2,
 )
 from heinsen_jax.interop.transformers.hybrids import (
+    FalconH1,
     GraniteHybrid,
     Lfm2,
     NemotronH,
@@ -206,7 +207,7 @@ FAMILIES: dict[str, type[Family]] = {
     family.model_type: family
     for family in (
         *(Llama, Qwen2, Qwen3, Qwen35Text, Mistral, SmolLM3, Granite, Phi3, Olmo2, OlmoHybrid),
-        *(GraniteHybrid, NemotronH, Lfm2, GPT2, GPTNeoX),
+        *(GraniteHybrid, NemotronH, FalconH1, Lfm2, GPT2, GPTNeoX),
     )
 }
 

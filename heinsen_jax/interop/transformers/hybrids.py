@@ -234,6 +234,90 @@ class GraniteHybrid(Granite):
         return super().to_json() | {"layer_types": types}
 
 
+class FalconH1(LlamaLike):
+    """Falcon-H1: Mamba-2 and softmax attention in parallel in each layer."""
+
+    model_type = "falcon_h1"
+    architecture = "FalconH1ForCausalLM"
+    ignored = frozenset(("attn_layer_indices", "mamba_use_mlp", "mlp_expansion_factor"))
+
+    num_key_value_heads: Size | None = 8
+    rms_norm_eps: PositiveFloat = 1e-5
+    attention_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    projectors_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    mlp_bias: bool = False
+    mamba_d_ssm: Size | None = 1024
+    mamba_n_heads: Size = 128
+    mamba_n_groups: Size = 1
+    mamba_d_state: Size = 256
+    mamba_d_head: Size | Literal["auto"] = "auto"
+    mamba_d_conv: Size = 4
+    mamba_expand: Size = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    time_step_limit: Unlimited = pydantic.Field(None, exclude=True)
+    embedding_multiplier: PositiveFloat = 1.0
+    lm_head_multiplier: PositiveFloat = 1.0
+    attention_in_multiplier: PositiveFloat = 1.0
+    attention_out_multiplier: PositiveFloat = 1.0
+    key_multiplier: PositiveFloat = 1.0
+    ssm_in_multiplier: PositiveFloat = 1.0
+    ssm_out_multiplier: PositiveFloat = 1.0
+    ssm_multipliers: list[PositiveFloat] | None = pydantic.Field(None, min_length=5, max_length=5)
+    mlp_multipliers: list[PositiveFloat] | None = pydantic.Field(None, min_length=2, max_length=2)
+
+    @property
+    def mamba_width(self) -> int:
+        """Number of features of all heads of Mamba-2."""
+        return self.mamba_d_ssm or self.mamba_expand * self.hidden_size
+
+    @pydantic.model_validator(mode="after")
+    def _has_the_width_of_its_heads(self) -> "FalconH1":
+        width, heads = self.mamba_width, self.mamba_n_heads
+        depth = width // heads if self.mamba_d_head == "auto" else self.mamba_d_head
+        if depth * heads != width:
+            name = "mamba_d_ssm" if self.mamba_d_ssm else "mamba_expand * hidden_size"
+            raise ValueError(f"{name} = {width} must be mamba_n_heads * mamba_d_head")
+        return self
+
+    def sizes(self) -> dict[str, Any]:
+        gate, down = self.mlp_multipliers or (1.0, 1.0)
+        return super().sizes() | {
+            "logit_divisor": 1 / self.lm_head_multiplier,
+            "mlp_gate_multiplier": gate,
+            "mlp_multiplier": down,
+        }
+
+    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+        depth = self.head_dim or self.hidden_size // self.num_attention_heads
+        inner = self.attention_in_multiplier
+        softmax = options | {
+            "scale": inner**2 * self.key_multiplier * depth**-0.5,
+            "output_multiplier": inner * self.attention_out_multiplier,
+        }
+        norm = "before_gate" if self.mamba_norm_before_gate else "after_gate"
+        mamba: dict[str, FieldValue] = {
+            "num_value_heads": self.mamba_n_heads,
+            "num_key_heads": self.mamba_n_groups,
+            "key_depth": self.mamba_d_state,
+            "value_depth": self.mamba_width // self.mamba_n_heads,
+            "convolution_size": self.mamba_d_conv,
+            "convolution_bias": self.mamba_conv_bias,
+            "output_norm": norm if self.mamba_rms_norm else "none",
+            "output_multiplier": self.ssm_out_multiplier,
+        }
+        names = "gate", "value", "key", "query", "step"
+        multipliers = zip(names, self.ssm_multipliers or (1.0,) * 5, strict=True)
+        mamba |= {f"{name}_multiplier": self.ssm_in_multiplier * x for name, x in multipliers}
+        return Layers(
+            "gqa+mamba2",
+            options={f"gqa.{name}": value for name, value in softmax.items()}
+            | {f"mamba2.{name}": value for name, value in mamba.items()},
+        )
+
+
 class NemotronH(Family):
     """Nemotron-H without experts: layers of Mamba-2 and of softmax attention, some with an MLP."""
 

@@ -11,6 +11,7 @@ from heinsen_jax.attention.gated_deltanet import GatedDeltaNetAttention
 from heinsen_jax.attention.mamba2 import Mamba2Attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.parameters import EPSILONS
+from heinsen_jax.attention.registry import ParallelAttention, parts_of
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.errors import UserError
@@ -66,7 +67,7 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             problems[name], distances[name] = [problem], math.inf
             continue
         every = sorted(candidate.keys() | wanted.keys())
-        differing = [key for key in every if candidate.get(key) != wanted.get(key)]
+        differing = [key for key in every if not _equal(candidate.get(key), wanted.get(key))]
         distances[name] = len(differing)
         if "attention" in differing:  # options of other mechanisms
             differing = [x for x in differing if not x.startswith(("attention.", "attention["))]
@@ -83,10 +84,19 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
     )
 
 
+def _equal(first: object, second: object) -> bool:
+    """Whether two values are equal, numbers up to rounding."""
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-12)
+    return first == second
+
+
 def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     """Values for the fields of all families, by name."""
-    layers = config.abstract_layers()
-    number = config.num_layers // len(layers)
+    whole = config.abstract_layers()
+    number = config.num_layers // len(whole)
+    pairs = zip(config.layer_pattern, whole, strict=True)
+    layers = [part for pair in pairs for part in parts_of(*pair).values()]
     softmax = [x for x in layers if isinstance(x, RotaryAttention)]
     rotary = [x for x in softmax if x.config.positions == "rotary"]
     layer: Any = (rotary or softmax or layers)[0]
@@ -94,7 +104,9 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if isinstance(options, PositionsConfig):
         facts["rope"] = Rope.of(options)
-        facts["attention_multiplier"] = options.scale or layer.key_depth**-0.5
+        facts["attention_multiplier"] = scale = options.scale or layer.key_depth**-0.5
+        facts["key_multiplier"] = scale * layer.key_depth**0.5
+        facts["attention_out_multiplier"] = options.output_multiplier
     if all(getattr(x.config, "positions", "") in ("rotary", "none") for x in layers):
         facts["no_rope_layers"] = [int(x in rotary) for x in layers] * number
     sizes = vars(config) | {
@@ -125,6 +137,14 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             **dict.fromkeys(("mamba_d_conv", "conv_kernel"), mamba.config.convolution_size),
             **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), mamba.config.convolution_bias),
             "mamba_expand": mamba.num_heads * mamba.value_depth // config.model_dim,
+            "mamba_d_ssm": mamba.num_heads * mamba.value_depth,
+            "mamba_rms_norm": mamba.config.output_norm != "none",
+            "mamba_norm_before_gate": mamba.config.output_norm == "before_gate",
+            "ssm_multipliers": [
+                getattr(mamba.config, f"{name}_multiplier")
+                for name in ("gate", "value", "key", "query", "step")
+            ],
+            "ssm_out_multiplier": mamba.config.output_multiplier,
         }
     convolution = next((x for x in layers if isinstance(x, ShortConvolution)), None)
     if convolution is not None:
@@ -142,6 +162,8 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             "num_key_value_heads": getattr(layer, "num_kv_heads", None),
             "head_dim": getattr(layer, "key_depth", None),
             "mlp_bias": config.mlp_has_bias,
+            "mlp_multipliers": [config.mlp_gate_multiplier, config.mlp_multiplier],
+            "lm_head_multiplier": 1 / config.logit_divisor,
             "block_auto_adjust_ff_dim": False,
             "num_local_experts": 0,
             "position_embedding_type": "rope" if rotary else "nope",
@@ -178,7 +200,12 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
 
 def _resolved_layer(entry: Layers, layer: Attention) -> tuple[str, dict[str, Any]]:
     """The mechanism of a layer, and its options, with the defaults resolved."""
-    name, options = entry.mechanism, dataclasses.asdict(layer.config)
+    name = entry.mechanism
+    if isinstance(layer, ParallelAttention):
+        parts = {x: dataclasses.replace(entry, mechanism=x) for x in layer.parts}
+        resolved = {x: _resolved_layer(parts[x], part) for x, part in layer.parts.items()}
+        return name, {f"{x}.{k}": v for x, (_, y) in resolved.items() for k, v in y.items()}
+    options = dataclasses.asdict(layer.config)
     options.pop("implementation", None)
     options |= {"norm_after": entry.norm_after, "has_mlp": entry.has_mlp}
     if isinstance(layer, MatrixStateAttention):

@@ -179,6 +179,15 @@ GRANITE_HYBRID: Names = {
     "blocks.mlp.up": ("model.layers.{}.shared_mlp.input_linear", rows_of(1, 2)),
     "blocks.mlp.down": ("model.layers.{}.shared_mlp.output_linear", DENSE),
 }
+FALCON_H1: Names = {
+    **LLAMA,
+    **_mamba2("model.layers.{}.mamba"),
+    "norm": ("model.final_layernorm", SAME),
+    "blocks.mlp_norm": ("model.layers.{}.pre_ff_layernorm", SAME),
+    "blocks.mlp.gate": ("model.layers.{}.feed_forward.gate_proj", DENSE),
+    "blocks.mlp.up": ("model.layers.{}.feed_forward.up_proj", DENSE),
+    "blocks.mlp.down": ("model.layers.{}.feed_forward.down_proj", DENSE),
+}
 MIXER, MLP = "backbone.layers.{mixer}", "backbone.layers.{mlp}"
 NEMOTRON_H: Names = {
     **_mamba2(f"{MIXER}.mixer"),
@@ -203,6 +212,7 @@ NAMES: dict[str, Names] = {
     "lfm2": LFM2,
     "granitemoehybrid": GRANITE_HYBRID,
     "nemotron_h": NEMOTRON_H,
+    "falcon_h1": FALCON_H1,
 }
 """Names by `model_type`."""
 TEXT_PREFIXES: dict[str, str] = {"qwen3_5_text": "model.language_model."}

@@ -266,7 +266,7 @@ def to_pretrained(
     path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
     others = {} if path is None else text_part(read_json(path), path)
     only = None if path is None else family_of(others, path).model_type
-    if any(getattr(x, "lora_rank", None) for x in model.config.mechanisms()):
+    if any("lora" in name for name, _ in model.parameters()):
         model = without_lora(model)
     family = family_for(model.config, only)
     stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"

@@ -37,13 +37,16 @@ class RotaryOptions(HeadsConfig):
     """Factor by which frequencies are divided, for sequences longer than in training (linear
     scaling)."""
     rotary_original_length: pydantic.PositiveInt | None = None
-    """Sequence length L of the original training, for the scaling of Llama 3: frequencies with at
-    most `rotary_low_turns` turns in L tokens are divided by `rotary_factor`, those with at least
-    `rotary_high_turns` are unchanged, and those between are interpolated."""
+    """Sequence length L of the original training: frequencies with at most `rotary_low_turns` turns
+    in L tokens are divided by `rotary_factor`, those with at least `rotary_high_turns` are
+    unchanged, and those between are interpolated."""
     rotary_low_turns: pydantic.PositiveFloat = 1.0
     """See `rotary_original_length`."""
     rotary_high_turns: pydantic.PositiveFloat = 4.0
     """See `rotary_original_length`."""
+    rotary_interpolation: Literal["turns", "pairs"] = "turns"
+    """Whether the interpolation is linear in the number of turns, as in Llama 3, or in the index of
+    the pair, between whole pairs (Peng et al., 2023, YaRN, arXiv:2309.00071, equation 23)."""
 
     def __post_init__(self) -> None:
         if self.rotary_high_turns <= self.rotary_low_turns:
@@ -78,7 +81,13 @@ class RotaryOptions(HeadsConfig):
         if self.rotary_original_length is not None:
             turns = self.rotary_original_length * unscaled / (2 * np.pi)
             low, high = self.rotary_low_turns, self.rotary_high_turns
-            unchanged = np.clip((turns - low) / (high - low), 0, 1)
+            if self.rotary_interpolation == "pairs":
+                pairs, size = np.arange(rotated // 2), rotated / 2 / np.log(self.rotary_base)
+                first, last = (size * np.log(turns[0] / x) for x in (high, low))
+                first, last = max(np.floor(first), 0), min(np.ceil(last), rotated - 1)
+                unchanged = 1 - np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
+            else:
+                unchanged = np.clip((turns - low) / (high - low), 0, 1)
             scaled = unchanged * unscaled + (1 - unchanged) * scaled
         return scaled
 

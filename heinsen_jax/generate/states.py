@@ -248,6 +248,7 @@ ADDED_FIELDS |= {"mlp_multiplier", "mlp_gate_multiplier", "output_norm"}
 ADDED_FIELDS |= {f"{name}_multiplier" for name in ("query", "key", "value", "gate", "step")}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}
+ADDED_FIELDS |= {"rotary_interpolation"}
 """Fields that are newer than the format of states: at their defaults they leave fingerprints
 unchanged."""
 
@@ -262,7 +263,7 @@ def fingerprint(model: Model) -> str:
         (
             x.mechanism,
             _fields(options)
-            | ({"norm_after": True} if x.norm_after else {})
+            | ({"norm_after": x.norm_after} if x.norm_after else {})
             | ({} if x.has_mlp else {"has_mlp": False}),
         )
         for x, options in layers

@@ -11,7 +11,7 @@ from flax import nnx
 from heinsen_jax.attention import mechanism
 from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.parameters import NORMS, LayerOptions, linear, scaled
-from heinsen_jax.models.config import LanguageModelConfig
+from heinsen_jax.models.config import GATED, LanguageModelConfig
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, exported_tuple
 
@@ -37,10 +37,11 @@ class Block(nnx.Module):
         fastformer                 x' + mlp(norm(x')),    x' = h + attention(h)
 
     With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With `norm_after`, norms follow
-    both: x + norm(attention(x)) and x' + norm(mlp(x')). Outputs of both are multiplied by
-    `residual_multiplier`, the MLP's by `mlp_multiplier`, too. With convolutions, as always in the
-    decay block, they precede attention and mlp: attention(convolution(norm(x))). Returns the result
-    and the state after x, or None unless requested.
+    both: x + norm(attention(x)) and x' + norm(mlp(x')); if it is "both", norms precede, too.
+    Outputs of both are multiplied by `residual_multiplier`, the MLP's by `mlp_multiplier`, too.
+    With convolutions, as always in the decay block, they precede attention and mlp:
+    attention(convolution(norm(x))). Returns the result and the state after x, or None unless
+    requested.
     """
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
@@ -60,10 +61,13 @@ class Block(nnx.Module):
             self.mlp_norm = norm(config.model_dim, **options)
             has_bias = config.mlp_has_bias
             build_mlp = partial(MLP, activation=kind)
-            if kind == "swiglu":
-                build_mlp = partial(SwiGLU, gate_multiplier=config.mlp_gate_multiplier)
+            if kind in GATED:
+                multiplier = config.mlp_gate_multiplier
+                build_mlp = partial(GatedMLP, activation=GATED[kind], gate_multiplier=multiplier)
             sizes, rank = (config.model_dim, config.mlp_width), config.lora_rank
             self.mlp = build_mlp(*sizes, use_bias=has_bias, lora_rank=rank, **options)
+        if self.norm_after == "both":
+            self.output_norms = nnx.List(norm(config.model_dim, **options) for _ in range(2))
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1
         self.convolutions = nnx.List(
             CausalConvolution(size, config.model_dim, "embed", **options)
@@ -105,7 +109,7 @@ class Block(nnx.Module):
           after: the state of the convolution, if any, after x.
         """
         with jax.named_scope("norm"):
-            normed = x if self.norm_after else self.norm(x)
+            normed = x if self.norm_after is True else self.norm(x)
         return normed, *self._convolved(normed, 0, state, segment_ids)
 
     def after_attention(
@@ -131,19 +135,22 @@ class Block(nnx.Module):
           after: the state of the convolution of the MLP, if any, after x.
         """
         before_attention, after = x, ()
-        attended = self.norm(attended) if self.norm_after else attended
-        x = (normed if self.kind == "fastformer" else x) + self._branch(attended, x)
+        branch = self._branch(attended, x, 0)
+        x = (normed if self.kind == "fastformer" else x) + branch
         if self.has_mlp:
             with jax.named_scope("mlp"):
                 inputs = before_attention if self.is_parallel else x
-                inputs = inputs if self.norm_after else self.mlp_norm(inputs)
+                inputs = inputs if self.norm_after is True else self.mlp_norm(inputs)
                 inputs, after = self._convolved(inputs, 1, state, segment_ids)
                 y = scaled(self.mlp_multiplier, self.mlp(inputs))
-                x = x + self._branch(self.mlp_norm(y) if self.norm_after else y, x)
+                x = x + self._branch(y, x, 1)
         return constrain(x, "tokens", None), after
 
-    def _branch(self, y: Features, x: Features) -> Features:
-        """The output of a branch, in the dtype of the residual stream x."""
+    def _branch(self, y: Features, x: Features, index: int) -> Features:
+        """The output of attention (0) or the MLP (1) as a branch of the residual stream x."""
+        if self.norm_after:
+            is_both = self.norm_after == "both"
+            y = (self.output_norms if is_both else (self.norm, self.mlp_norm))[index](y)
         return scaled(self.multiplier, y.astype(x.dtype))
 
     def _convolved(
@@ -175,6 +182,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
     "squared_relu": squared_relu,
+    "silu": jax.nn.silu,
 }
 
 
@@ -202,9 +210,9 @@ class MLP(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](wide))
 
 
-class SwiGLU(nnx.Module):
-    """(SiLU(g (x W1 + b1)) * (x W2 + b2)) W3 + b3, for a constant g; without biases, if use_bias
-    is False.
+class GatedMLP(nnx.Module):
+    """(activation(g (x W1 + b1)) * (x W2 + b2)) W3 + b3, for a constant g and one of `ACTIVATIONS`;
+    without biases, if use_bias is False.
 
     References:
       Shazeer, 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
@@ -217,15 +225,16 @@ class SwiGLU(nnx.Module):
         *,
         use_bias: bool,
         lora_rank: int | None = None,
+        activation: str = "silu",
         gate_multiplier: float = 1.0,
         **options: Unpack[LayerOptions],
     ):
-        self.gate_multiplier = gate_multiplier
+        self.activation, self.gate_multiplier = activation, gate_multiplier
         dense = partial(linear, use_bias=use_bias, lora_rank=lora_rank, **options)
         self.gate, self.up = (dense(narrow, wide, ("embed", "mlp")) for _ in range(2))
         self.down = dense(wide, narrow, ("mlp", "embed"))
 
     def __call__(self, x: Features) -> Features:
-        gate = jax.nn.silu(scaled(self.gate_multiplier, self.gate(x)))
+        gate = ACTIVATIONS[self.activation](scaled(self.gate_multiplier, self.gate(x)))
         wide = constrain(gate * self.up(x), "tokens", "mlp")
         return self.down(wide)

@@ -21,7 +21,9 @@ RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
 Positions = Literal["recurrence", "learned", "none"]
 Norm = Literal["layer", "rms", "zero_centered_rms"]
 Dtype = Literal["float32", "bfloat16", "float64"]
-MLPKind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
+MLPKind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu_tanh"]
+GATED: Mapping[str, str] = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+"""Kinds of MLPs with a gate, and its activation."""
 
 
 class BlockDefaults(NamedTuple):
@@ -93,8 +95,8 @@ class LanguageModelConfig:
     `zero_centered_norm`."""
     mlp: MLPKind | None = None
     """gelu: GELU(x W1) W2. gelu_tanh: the same with the approximation of GELU by tanh.
-    squared_relu: max(x W1, 0)^2 W2. swiglu: (SiLU(x W1) * x W2) W3. The paper's block has no
-    MLP."""
+    squared_relu: max(x W1, 0)^2 W2. swiglu: (SiLU(x W1) * x W2) W3. geglu_tanh: the same
+    with gelu_tanh. The paper's block has no MLP."""
     norm_epsilon: pydantic.PositiveFloat | None = None
     """Epsilon of all norms, including the norms in mechanisms with an option `norm_epsilon`. When
     None: 1e-5 for layer normalization, 1e-6 for RMS."""
@@ -102,10 +104,10 @@ class LanguageModelConfig:
     """Whether the MLP has the same residual stream as input as the attention, as in GPT-NeoX:
     x + attention(norm(x)) + mlp(norm'(x))."""
     mlp_ratio: pydantic.PositiveInt = 4
-    """Width of the MLP divided by model_dim. A SwiGLU MLP has 2/3 of this width, so that it has
-    as many parameters."""
+    """Width of the MLP divided by model_dim. An MLP with a gate has 2/3 of this width, so that it
+    has as many parameters."""
     mlp_dim: pydantic.PositiveInt | None = None
-    """Width of the MLP; by default from mlp_ratio, for SwiGLU rounded up to a multiple of 16."""
+    """Width of the MLP; by default from mlp_ratio, with a gate rounded up to a multiple of 16."""
     use_bias: bool | None = None
     """Whether the MLP has biases, and the projections of mechanisms with an option `use_bias`."""
     qk_norm: bool = False
@@ -126,7 +128,7 @@ class LanguageModelConfig:
     residual_multiplier: pydantic.PositiveFloat = 1.0
     """Factor of the output of each residual branch: x + residual_multiplier attention(norm(x))."""
     mlp_gate_multiplier: pydantic.PositiveFloat = 1.0
-    """Factor of the gate of a SwiGLU MLP before its activation."""
+    """Factor of the gate of an MLP before its activation."""
     mlp_multiplier: pydantic.PositiveFloat = 1.0
     """Factor of the output of the MLP."""
     embedding_style: Literal["paper", "fastformer"] = "paper"
@@ -185,7 +187,7 @@ class LanguageModelConfig:
                 f"mlp, mlp_dim and mlp_multiplier with block={self.block!r}: that block has no "
                 "MLP; leave them out, or choose block='standard'"
             )
-        if self.mlp_gate_multiplier != 1 and self.mlp_kind != "swiglu":
+        if self.mlp_gate_multiplier != 1 and self.mlp_kind not in GATED:
             raise ValueError(
                 f"mlp_gate_multiplier={self.mlp_gate_multiplier}: the MLP has no gate; leave it "
                 "out, or choose mlp='swiglu'"
@@ -230,7 +232,7 @@ class LanguageModelConfig:
     def mlp_width(self) -> int:
         """Width of the MLP, with the defaults resolved."""
         wide = self.mlp_ratio * self.model_dim
-        if self.mlp_kind == "swiglu":
+        if self.mlp_kind in GATED:
             wide = math.ceil(wide * 2 / 3 / 16) * 16
         return self.mlp_dim or wide
 

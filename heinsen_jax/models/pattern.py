@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import pydantic
 
@@ -34,9 +34,9 @@ class Layers:
     options: Mapping[str, FieldValue] = dataclasses.field(default_factory=dict)
     """Fields of the mechanism's configuration; fields that are left out have the defaults of the
     block and of the mechanism."""
-    norm_after: bool = False
+    norm_after: bool | Literal["both"] = False
     """Whether the norms of a block follow attention and MLP, as in OLMo 2, instead of preceding
-    them: x + norm(attention(x))."""
+    them: x + norm(attention(x)). both: norms precede and follow them, as in Gemma 2."""
     has_mlp: bool = True
     """Whether the MLP of the block, if it has one, follows these layers."""
 
@@ -46,7 +46,7 @@ class Layers:
 
     def __str__(self) -> str:
         fields = ({"repeats": self.repeats} if self.repeats > 1 else {}) | {**self.options}
-        fields |= {"norm_after": True} if self.norm_after else {}
+        fields |= {"norm_after": self.norm_after} if self.norm_after else {}
         fields |= {} if self.has_mlp else {"has_mlp": False}
         pairs = ",".join(f"{name}={value}" for name, value in fields.items())
         return f"{self.mechanism}:{pairs}" if pairs else self.mechanism

@@ -58,6 +58,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 3.0,
+    "beta_slow": 1.0,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 CASES = {
@@ -120,6 +128,40 @@ CASES = {
         pad_token_id=None,
     ),
     "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
+    "olmo3": transformers.Olmo3Config(
+        **LLAMA,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **LLAMA,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,
+        query_pre_attn_scalar=5,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
+    "smollm3_yarn": transformers.SmolLM3Config(
+        **LLAMA,
+        no_rope_layers=[1, 0],
+        rope_parameters=YARN | {"attention_factor": 1.3, "beta_fast": None, "beta_slow": None},
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
     "olmo_hybrid": transformers.OlmoHybridConfig(
         **LLAMA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-2},
         layer_types=["linear_attention", "full_attention"] * 2,

@@ -212,9 +212,60 @@ def test_mechanisms_in_parallel():
     assert (mamba.output_norm, mamba.value_depth) == ("before_gate", 8)
 
 
+OLMO3_YARN = {
+    **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1},
+}
+
+
+def test_windows_and_positions_by_layer():
+    """With the fields of Olmo-3-7B and gemma-3-1b, and as version 5 of transformers writes both."""
+    sizes = SIZES | {"num_hidden_layers": 4}
+    olmo = model("olmo3", **sizes, rope_theta=500000, rope_scaling=OLMO3_YARN, sliding_window=9)
+    assert olmo.layer_pattern == ("sliding_window",) * 3 + ("gqa",)
+    window, *_, full = olmo.mechanisms()
+    assert (window.window_size, window.rotary_base, window.scale) == (9, 5e5, None)
+    assert (window.rotary_factor, window.rotary_original_length) == (1, None)
+    assert (full.rotary_factor, full.rotary_interpolation) == (8, "pairs")
+    assert full.scale == pytest.approx(0.5 * 1.2079441541679836**2)
+    assert (full.rotary_low_turns, full.rotary_high_turns) == (1, 32)
+    assert (full.query_key_norm, olmo.layers[0].norm_after) == ("joint", True)
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    of_types = {"full_attention": plain | OLMO3_YARN, "sliding_attention": plain}
+    assert model("olmo3", **sizes, rope_parameters=of_types, sliding_window=9) == olmo
+    published = {
+        **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8},
+        **{"cache_implementation": "hybrid", "hidden_activation": "gelu_pytorch_tanh"},
+        **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000},
+        **{"sliding_window": 512, "sliding_window_pattern": 2, "num_key_value_heads": 1},
+    }
+    gemma = model("gemma3_text", **SIZES, **published)
+    window, full = gemma.mechanisms()
+    assert (window.window_size, window.rotary_base, full.rotary_base) == (512, 1e4, 1e6)
+    assert (window.scale, full.scale, full.query_key_norm) == (1 / 16, 1 / 16, True)
+    assert (full.zero_centered_norm, gemma.norm_kind) == (True, "zero_centered_rms")
+    assert (gemma.mlp_kind, gemma.layers[0].norm_after) == ("geglu_tanh", "both")
+    assert (gemma.embedding_multiplier, gemma.tie_embeddings) == (4, True)
+    removed = ("rope_local_base_freq", "rope_theta", "sliding_window_pattern")
+    written = {k: v for k, v in published.items() if k not in removed}
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    of_types = {x: {"rope_type": "default"} for x in types["layer_types"]}
+    of_types["full_attention"]["rope_theta"] = 1e6
+    assert model("gemma3_text", **SIZES, **written | types, rope_parameters=of_types) == gemma
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
+        ("olmo3", {"rope_local_base_freq": 1e4}, "rope_local_base_freq is unknown, and may change"),
+        ("olmo3", {"sliding_window": None}, "sliding_window=None with layers of sliding_attention"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"factor": 2.0}}},
+            "rope_parameters=.* must have full_attention, and sliding_attention of rope_type def",
+        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 is unsup"),
+        ("qwen3_5_text", {"rope_parameters": OLMO3_YARN}, "yarn with partial_rotary_factor is uns"),
         ("falcon_h1", FALCON | {"mamba_d_head": 32}, "mamba_d_ssm = 1536 must be mamba_n_heads"),
         ("falcon_h1", FALCON | {"projectors_bias": True}, "projectors_bias=True is unsupported"),
         ("falcon_h1", FALCON | {"ssm_multipliers": [1.0]}, "ssm_multipliers=.* is unsupported"),

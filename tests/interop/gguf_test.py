@@ -253,7 +253,7 @@ def test_texts_are_divided_as_by_the_original_tokenizers(pre, text, words):
     [
         ({"llama.expert_count": 8}, "llama.expert_count=8 is unknown, and may change results"),
         ({"llama.attention.value_length": 6}, "attention.value_length, .* differ, which is unsup"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope_type='yarn' is unsupported"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn' is unsupported"),
         ({"split.count": 2}, "is a part of a model; join them"),
         ({"llama.block_count": None}, "llama.block_count is missing; fetch the file again"),
         ({"llama.block_count": 2**31}, "block_count=2147483648, but its tensors have 2 layers"),

@@ -39,8 +39,8 @@ from tests.models.small import apply, random_model
 FOLDER = GOLDEN_FOLDER / "transformers"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox", "olmo_hybrid", "granite", "qwen3_5"}
-SHORT |= {"lfm2", "nemotron_h", "falcon_h1"}
-HYBRIDS = [x for x in NAMES if re.match(".*hybrid|qwen3_5|lfm2|nemotron_h|falcon_h1", x)]
+SHORT |= {"lfm2", "nemotron_h", "falcon_h1", "gemma3"}
+HYBRIDS = [x for x in NAMES if re.match(".*hybrid|qwen3_5|lfm2|nemotron|falcon|olmo3|gemma", x)]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -309,6 +309,7 @@ def test_other_dtypes_are_not_written(tmp_path):
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("llama3", {"hidden_act": "gelu"}, "hidden_act='gelu' is unsupported: Input should be"),
         ("llama3", {"hidden_size": ...}, "hidden_size: Field required"),
         ("llama3", {"hidden_size": "16"}, "hidden_size='16' is unsupported"),
-        ("llama3", {"rope_parameters": YARN}, r"rope_parameters\.rope_type='yarn' is unsupported"),
+        ("llama3", {"rope_parameters": DYNAMIC}, r"rope_parameters\.rope_type='dynamic' is unsup"),
+        ("llama3", {"rope_parameters": YARN}, "rope_type yarn needs original_max_position_embeddi"),
         (
             "llama3",
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...},

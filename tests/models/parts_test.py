@@ -135,7 +135,8 @@ def test_the_decay_block_is_a_standard_block_of_these_parts():
         {"norm": "rms", "mlp": "gelu"},
         {"norm": "zero_centered_rms", "mlp": "gelu"},
         {"norm": "rms", "mlp": "gelu_tanh", "norm_epsilon": 0.1},
-        {"norm": "rms", "mlp": "squared_relu"},
+        {"norm": "rms", "mlp": "squared_relu", "mlp_multiplier": 0.3},
+        {"norm": "rms", "mlp": "geglu_tanh", "mlp_gate_multiplier": 0.7, "mlp_multiplier": 0.3},
     ],
 )
 def test_norm_and_mlp_follow_their_formulas(x64, style):
@@ -166,13 +167,15 @@ def test_norm_and_mlp_follow_their_formulas(x64, style):
     h = rms(x, weights["mlp_norm"]["scale"])
     if style.get("mlp") == "squared_relu":
         wide = np.maximum(dense("up", h), 0) ** 2
+    elif style.get("mlp") == "geglu_tanh":
+        wide = np.asarray(jax.nn.gelu(0.7 * dense("gate", h))) * dense("up", h)
     elif has_bias:
         is_tanh = style["mlp"] == "gelu_tanh"
         wide = np.asarray(jax.nn.gelu(dense("up", h), approximate=is_tanh))
     else:
         gate = dense("gate", h)
         wide = gate / (1 + np.exp(-gate)) * dense("up", h)
-    x = rms(x + dense("down", wide), ours.norm.scale[...])
+    x = rms(x + style.get("mlp_multiplier", 1) * dense("down", wide), ours.norm.scale[...])
     logits = x @ np.asarray(ours.unembed.embedding[...]).T
     np.testing.assert_allclose(ours(tokens), 2 * np.tanh(logits / 2), rtol=1e-10)
 
@@ -235,6 +238,18 @@ def test_norms_after_attention_and_mlp_follow_their_formula():
     np.testing.assert_allclose(y, x + block.mlp_norm(block.mlp(x)), atol=1e-6)
 
 
+def test_norms_on_both_sides_follow_their_formula():
+    x = jax.random.normal(jax.random.key(0), (1, 9, 12))
+    layers = Layers("softmax", norm_after="both")
+    ours = model(block="llama", attention=layers, num_layers=1, residual_multiplier=0.5)
+    graph, stacked = nnx.split(ours.blocks[0])
+    block = nnx.merge(graph, jax.tree.map(lambda x: x[0] + 0.1, stacked))
+    y, _ = block(x, state=None, return_state=False)
+    x = x + 0.5 * block.output_norms[0](block.attention(block.norm(x)))
+    want = x + 0.5 * block.output_norms[1](block.mlp(block.mlp_norm(x)))
+    np.testing.assert_allclose(y, want, atol=1e-6)
+
+
 def test_layers_without_an_mlp():
     pattern = Layers("softmax", has_mlp=False), "softmax"
     ours = model(block="llama", attention=pattern, num_layers=2)
@@ -275,7 +290,12 @@ def test_the_llama_block_is_a_standard_block_of_these_parts():
 
 @pytest.mark.parametrize(
     ("mlp", "fields", "width"),
-    [("gelu", {}, 128), ("swiglu", {}, 96), ("swiglu", {"mlp_dim": 10}, 10)],
+    [
+        ("gelu", {}, 128),
+        ("swiglu", {}, 96),
+        ("swiglu", {"mlp_dim": 10}, 10),
+        ("geglu_tanh", {}, 96),
+    ],
 )
 def test_a_gated_mlp_has_as_many_parameters_as_one_without_a_gate(mlp, fields, width):
     config = LanguageModelConfig(block="standard", model_dim=32, num_heads=2, mlp=mlp, **fields)
@@ -289,6 +309,8 @@ def test_a_gated_mlp_has_as_many_parameters_as_one_without_a_gate(mlp, fields, w
             {"mlp": "swiglu"},
             "mlp_multiplier with block='paper': that block has no MLP",
         ),
+        ({"mlp_multiplier": 0.5}, "mlp_multiplier with block='paper': that block has no MLP"),
+        ({"block": "standard", "mlp_gate_multiplier": 0.5}, "the MLP has no gate; leave it out"),
         ({"qk_norm": True, "attention": "additive"}, "has no option query_key_norm"),
         ({"positions": "learned"}, "max_length=None with positions='learned'"),
         ({"positions": "none", "max_length": 9}, "max_length=9 with positions='none'"),

@@ -54,6 +54,7 @@ def test_mechanisms_in_parallel_have_the_options_of_the_block():
 
 
 NORMED = Layers("gqa", repeats=2, norm_after=True)
+BOTH = Layers("gqa", norm_after="both")
 ALONE = Layers("gqa", options={"num_kv_heads": 2}, has_mlp=False)
 
 
@@ -62,7 +63,7 @@ PARALLEL = Layers("gqa+mamba2", options={"gqa.scale": 0.5, "mamba2.key_depth": 6
 
 @pytest.mark.parametrize(
     "attention",
-    ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", "log", NORMED, ALONE), PARALLEL],
+    ["log", HYBRID, HYBRID[1], ("log", *HYBRID), ("log", BOTH, NORMED, ALONE), PARALLEL],
 )
 def test_json_and_command_line_restore_a_pattern(attention):
     config = LanguageModelConfig(attention=attention, num_layers=20)

@@ -3,6 +3,7 @@
 A field that a family does not list is refused, since it may change results.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -63,6 +64,7 @@ FIELDS = {
     "embedding_multiplier": "embedding_multiplier",
     "residual_multiplier": "residual_multiplier",
     "logits_scaling": "logit_divisor",
+    "final_logit_softcapping": "logit_soft_cap",
     **dict.fromkeys(("hidden_size", "n_embd"), "model_dim"),
     **dict.fromkeys(("intermediate_size", "n_inner"), "mlp_dim"),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), "num_layers"),
@@ -78,6 +80,8 @@ ACTIVATIONS: dict[str, MLPKind] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 Activation = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
+GATE_ACTIVATIONS: dict[str, MLPKind] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
+GateActivation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 class Family(Fields):
@@ -114,6 +118,11 @@ class Family(Fields):
             raise ValueError(f"rope_theta=None is unsupported in {self.model_type}; give a number")
         return self
 
+    @classmethod
+    def flattened(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields of a file, with one object for the rotary positions."""
+        return fields
+
     def to_model(self) -> LanguageModelConfig:
         """The architecture."""
         raise NotImplementedError
@@ -136,7 +145,7 @@ class Family(Fields):
 
 
 class LlamaLike(Family):
-    """Models with RMS norms, SwiGLU and rotary positions."""
+    """Models with RMS norms, MLPs with a gate, and rotary positions."""
 
     rope_names: ClassVar = {"rope_theta": "rope_theta"}
     has_bias: ClassVar[bool] = False
@@ -153,7 +162,7 @@ class LlamaLike(Family):
     num_key_value_heads: Size | None
     head_dim: Size | None = None
     max_position_embeddings: Size | None = None
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: GateActivation = "silu"
     rms_norm_eps: PositiveFloat = 1e-6
     rope: Rope = Rope()
 
@@ -197,25 +206,42 @@ class LlamaLike(Family):
         """Sliding window of all layers, in tokens; None without one."""
         return None
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        """The attention layers, with options of all softmax attention."""
-        return Layers("gqa" if self.window is None else "sliding_window", options=options)
+    @property
+    def depth(self) -> int:
+        """Head dimension."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores, without any of the rotary positions."""
+        return self.depth**-0.5
+
+    def softmax(self, rope: Rope | None = None) -> dict[str, FieldValue]:
+        """Options of layers of softmax attention, with these positions in place of the model's."""
+        rope = self.rope if rope is None else rope
+        bias, scale = getattr(self, "attention_bias", False), self.scale * rope.score_factor
+        return {
+            "num_kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "use_bias": self.has_bias or bias,
+            "output_bias": bias,
+            **rope.options(),
+            **({} if scale == self.depth**-0.5 else {"scale": scale}),
+        }
+
+    def attention(self) -> Pattern:
+        """The attention layers."""
+        if self.window is None:
+            return Layers("gqa", options=self.softmax())
+        return Layers("sliding_window", options=self.softmax() | {"window_size": self.window})
 
     def to_model(self) -> LanguageModelConfig:
         depth = self.head_dim
         depth = None if depth == self.hidden_size / self.num_attention_heads else depth
-        bias = getattr(self, "attention_bias", False)
-        options: dict[str, FieldValue] = {
-            "num_kv_heads": self.num_key_value_heads or self.num_attention_heads,
-            "use_bias": self.has_bias or bias,
-            "output_bias": bias,
-            **self.rope.options(),
-            **({} if self.window is None else {"window_size": self.window}),
-        }
         return LanguageModelConfig(
             **self.sizes(),
-            attention=self.attention(options),
+            attention=self.attention(),
             block="llama",
+            mlp=GATE_ACTIVATIONS[self.hidden_act],
             use_bias=getattr(self, "mlp_bias", None) or None,
             norm=self.norm,
             qk_norm=self.qk_norm,
@@ -238,8 +264,9 @@ class Granite(LlamaLike):
     attention_multiplier: PositiveFloat = 1.0
     logits_scaling: PositiveFloat = 1.0
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        return Layers("gqa", options=options | {"scale": self.attention_multiplier})
+    @property
+    def scale(self) -> float:
+        return self.attention_multiplier
 
 
 class Olmo2(LlamaLike):
@@ -254,9 +281,8 @@ class Olmo2(LlamaLike):
     rms_norm_eps: PositiveFloat = 1e-5
     attention_bias: bool = False
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        return self.softmax(options)
+    def attention(self) -> Pattern:
+        return Layers("gqa", options=self.softmax(), norm_after=True)
 
-    @staticmethod
-    def softmax(options: dict[str, FieldValue]) -> Layers:
-        return Layers("gqa", options=options | {"query_key_norm": "joint"}, norm_after=True)
+    def softmax(self, rope: Rope | None = None) -> dict[str, FieldValue]:
+        return super().softmax(rope) | {"query_key_norm": "joint"}

@@ -163,6 +163,11 @@ class Gguf:
         kind, factor = (self._of_model(name, None) for name in SCALING)
         divisors = self._by_name.get(FREQUENCIES)
         if kind not in (None, "none"):
+            if kind != "linear":
+                raise UserError(
+                    f"{self.path}: {SCALING[0]}={kind!r} is unsupported; choose the files of the "
+                    "original model"
+                )
             if divisors is not None:
                 raise UserError(f"{self.path}: {FREQUENCIES} with {SCALING[0]} is unsupported")
             return {"rope_type": kind, "factor": factor}

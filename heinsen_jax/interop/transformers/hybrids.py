@@ -15,12 +15,9 @@ from heinsen_jax.models.pattern import Pattern, shortest_period
 from heinsen_jax.typing import JSON
 
 
-def default_layer_types(interval: int, number: int) -> list[str]:
-    """The types of layers, of which one in each interval has softmax attention, the last."""
-    return [
-        "linear_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(number)
-    ]
+def default_layer_types(interval: int, number: int, other: str = "linear_attention") -> list[str]:
+    """The types of layers, of which one in each interval is full_attention, the last."""
+    return [other if (layer + 1) % interval else "full_attention" for layer in range(number)]
 
 
 def layers_of(types: Sequence[str], linear: Layers, softmax: Layers) -> Pattern:
@@ -60,7 +57,7 @@ class OlmoHybrid(Olmo2):
         types = default_layer_types(4, self.num_hidden_layers)
         return types if "full_attention" in types else [*types[:-1], "full_attention"]
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+    def attention(self) -> Pattern:
         heads = self.linear_num_key_heads or self.num_attention_heads
         depth = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
         linear: dict[str, FieldValue] = {
@@ -73,7 +70,8 @@ class OlmoHybrid(Olmo2):
             "norm_epsilon": 1e-5,
         }
         delta = Layers("gated_deltanet", options=linear)
-        return layers_of(self.types, delta, self.softmax(options))
+        softmax = Layers("gqa", options=self.softmax(), norm_after=True)
+        return layers_of(self.types, delta, softmax)
 
 
 class Qwen35Text(LlamaLike):
@@ -99,7 +97,7 @@ class Qwen35Text(LlamaLike):
     linear_value_head_dim: Size = 128
     linear_conv_kernel_dim: Size = 4
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+    def attention(self) -> Pattern:
         linear: dict[str, FieldValue] = {
             "num_key_heads": self.linear_num_key_heads,
             "num_value_heads": self.linear_num_value_heads,
@@ -109,7 +107,7 @@ class Qwen35Text(LlamaLike):
         }
         delta = Layers("gated_deltanet", options=linear)
         gates = {"query_key_norm": True, "output_gate": "feature"}
-        softmax = Layers("gqa", options=options | gates)
+        softmax = Layers("gqa", options=self.softmax() | gates)
         default = default_layer_types(self.full_attention_interval or 4, self.num_hidden_layers)
         return layers_of(self.layer_types or default, delta, softmax)
 
@@ -145,13 +143,13 @@ class Lfm2(LlamaLike):
                 width = math.ceil(int(self.block_ffn_dim_multiplier * width) / multiple) * multiple
         return super().sizes() | {"mlp_dim": width}
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
+    def attention(self) -> Pattern:
         layers = range(self.num_hidden_layers)
         full = layers if self.full_attn_idxs is None else self.full_attn_idxs
         default = ["full_attention" if layer in full else "conv" for layer in layers]
         sizes = {"convolution_size": self.conv_L_cache, "use_bias": self.conv_bias}
         convolution = Layers("short_convolution", options=sizes)
-        softmax = Layers("gqa", options=options | {"query_key_norm": True})
+        softmax = Layers("gqa", options=self.softmax() | {"query_key_norm": True})
         return layers_of(self.layer_types or default, convolution, softmax)
 
 
@@ -207,10 +205,8 @@ class GraniteHybrid(Granite):
             )
         return self
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        if self.position_embedding_type != "rope":
-            options = options | Rope(rope_theta=None).options()
-            options = {k: v for k, v in options.items() if not k.startswith("rotary_")}
+    def attention(self) -> Pattern:
+        rope = None if self.position_embedding_type == "rope" else Rope(rope_theta=None)
         mamba = Layers(
             "mamba2",
             options={
@@ -222,7 +218,7 @@ class GraniteHybrid(Granite):
                 "convolution_bias": self.mamba_conv_bias,
             },
         )
-        softmax = Layers("gqa", options=options | {"scale": self.attention_multiplier})
+        softmax = Layers("gqa", options=self.softmax(rope))
         kinds = {"attention": "full_attention", "mamba": "linear_attention"}
         types = self.layer_types or ["mamba"] * self.num_hidden_layers
         return layers_of([kinds.get(kind, kind) for kind in types], mamba, softmax)
@@ -282,6 +278,10 @@ class FalconH1(LlamaLike):
             raise ValueError(f"{name} = {width} must be mamba_n_heads * mamba_d_head")
         return self
 
+    @property
+    def scale(self) -> float:
+        return self.attention_in_multiplier**2 * self.key_multiplier * self.depth**-0.5
+
     def sizes(self) -> dict[str, Any]:
         gate, down = self.mlp_multipliers or (1.0, 1.0)
         return super().sizes() | {
@@ -290,13 +290,9 @@ class FalconH1(LlamaLike):
             "mlp_multiplier": down,
         }
 
-    def attention(self, options: dict[str, FieldValue]) -> Pattern:
-        depth = self.head_dim or self.hidden_size // self.num_attention_heads
-        inner = self.attention_in_multiplier
-        softmax = options | {
-            "scale": inner**2 * self.key_multiplier * depth**-0.5,
-            "output_multiplier": inner * self.attention_out_multiplier,
-        }
+    def attention(self) -> Pattern:
+        output = self.attention_in_multiplier * self.attention_out_multiplier
+        softmax = self.softmax() | {"output_multiplier": output}
         norm = "before_gate" if self.mamba_norm_before_gate else "after_gate"
         mamba: dict[str, FieldValue] = {
             "num_value_heads": self.mamba_n_heads,

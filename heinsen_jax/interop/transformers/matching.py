@@ -23,6 +23,7 @@ from heinsen_jax.models.pattern import shortest_period
 
 LAYER_TYPES = {
     **dict.fromkeys(("softmax", "gqa"), "full_attention"),
+    "sliding_window": "sliding_attention",
     "gated_deltanet": "linear_attention",
     "mamba2": "mamba",
     "short_convolution": "conv",
@@ -33,6 +34,7 @@ HIDDEN_ACTS = {
     "gelu_tanh": "gelu_new",
     "squared_relu": "relu2",
     "swiglu": "silu",
+    "geglu_tanh": "gelu_pytorch_tanh",
 }
 
 
@@ -99,12 +101,18 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     layers = [part for pair in pairs for part in parts_of(*pair).values()]
     softmax = [x for x in layers if isinstance(x, RotaryAttention)]
     rotary = [x for x in softmax if x.config.positions == "rotary"]
-    layer: Any = (rotary or softmax or layers)[0]
+    windows: list[Any] = [x for x in softmax if hasattr(x.config, "window_size")]
+    layer: Any = ([x for x in rotary if x not in windows] or rotary or softmax or layers)[0]
     options: Any = layer.config
     facts: dict[str, Any] = {}
+    if windows:
+        facts["sliding_window"] = windows[0].config.window_size
+        facts["rope_local_base_freq"] = windows[0].config.rotary_base
     if isinstance(options, PositionsConfig):
-        facts["rope"] = Rope.of(options)
-        facts["attention_multiplier"] = scale = options.scale or layer.key_depth**-0.5
+        facts["rope"] = rope = Rope.of(options, layer.key_depth)
+        scale = (options.scale or layer.key_depth**-0.5) / rope.score_factor
+        facts["attention_multiplier"] = scale
+        facts["query_pre_attn_scalar"] = round(scale**-2)
         facts["key_multiplier"] = scale * layer.key_depth**0.5
         facts["attention_out_multiplier"] = options.output_multiplier
     if all(getattr(x.config, "positions", "") in ("rotary", "none") for x in layers):
@@ -167,7 +175,6 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             "block_auto_adjust_ff_dim": False,
             "num_local_experts": 0,
             "position_embedding_type": "rope" if rotary else "nope",
-            "sliding_window": getattr(options, "window_size", None),
         }
     )
 

@@ -83,6 +83,11 @@ OLMO2: Names = LLAMA | {
     "blocks.norm": ("model.layers.{}.post_attention_layernorm", SAME),
     "blocks.mlp_norm": ("model.layers.{}.post_feedforward_layernorm", SAME),
 }
+GEMMA3: Names = LLAMA | {
+    "blocks.output_norms.0": ("model.layers.{}.post_attention_layernorm", SAME),
+    "blocks.mlp_norm": ("model.layers.{}.pre_feedforward_layernorm", SAME),
+    "blocks.output_norms.1": ("model.layers.{}.post_feedforward_layernorm", SAME),
+}
 DELTA = "model.layers.{}.linear_attn"
 OLMO_HYBRID: Names = OLMO2 | {
     "gated_deltanet.norm": ("model.layers.{}.attention_layer_norm", SAME),
@@ -207,7 +212,8 @@ NAMES: dict[str, Names] = {
     "gpt_neox": GPT_NEOX,
     "qwen3_5_text": QWEN3_5,
     "phi3": PHI3,
-    "olmo2": OLMO2,
+    **dict.fromkeys(("olmo2", "olmo3"), OLMO2),
+    "gemma3_text": GEMMA3,
     "olmo_hybrid": OLMO_HYBRID,
     "lfm2": LFM2,
     "granitemoehybrid": GRANITE_HYBRID,

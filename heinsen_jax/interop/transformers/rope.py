@@ -1,5 +1,6 @@
 """Fields of rotary positions in a `config.json`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,13 +14,19 @@ from heinsen_jax.typing import JSON
 OBJECTS = "rope_parameters", "rope_scaling"
 """Objects with the fields, in current and in earlier versions."""
 PLAIN = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_fraction"}
-SCALING = {
+SCALING: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "rotary_factor"},
     "llama3": {
         "factor": "rotary_factor",
         "low_freq_factor": "rotary_low_turns",
         "high_freq_factor": "rotary_high_turns",
+        "original_max_position_embeddings": "rotary_original_length",
+    },
+    "yarn": {
+        "factor": "rotary_factor",
+        "beta_slow": "rotary_low_turns",
+        "beta_fast": "rotary_high_turns",
         "original_max_position_embeddings": "rotary_original_length",
     },
 }
@@ -47,43 +54,74 @@ class Fields(pydantic.BaseModel):
 class Rope(Fields):
     """Rotary positions; none if `rope_theta` is None."""
 
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     rope_theta: PositiveFloat | None = 10000.0
     partial_rotary_factor: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     factor: PositiveFloat | None = None
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
     original_max_position_embeddings: Size | None = None
+    beta_slow: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+    """Factor of rotated queries and keys; 0.1 log(factor) + 1 by default in yarn."""
+    truncate: Literal[True] | None = pydantic.Field(default=None, exclude=True)
     # Axes of images, which have the same positions in text.
     mrope_section: list[int] | None = pydantic.Field(default=None, exclude=True)
     mrope_interleaved: bool = pydantic.Field(default=False, exclude=True)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _has_defaults(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if fields.get("rope_type") != "yarn":
+            return fields
+        factor = fields.get("factor")
+        factor = max(factor, 1.0) if isinstance(factor, int | float) else 1.0
+        attention = 0.1 * math.log(factor) + 1
+        defaults = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": attention}
+        return defaults | {k: v for k, v in fields.items() if v is not None}
+
     @pydantic.model_validator(mode="after")
     def _has_the_fields_of_its_type(self) -> "Rope":
-        kind, used = self.rope_type, SCALING[self.rope_type]
-        for name in SCALING["llama3"]:
+        kind = self.rope_type
+        used = {*SCALING[kind]} | ({"attention_factor"} if kind == "yarn" else set())
+        for name in {name: None for names in SCALING.values() for name in names} | {
+            "attention_factor": None
+        }:
             if name in used and getattr(self, name) is None:
                 raise ValueError(f"rope_type {kind} needs {name}; add it")
             if name not in used and getattr(self, name) is not None:
                 raise ValueError(f"rope_type {kind} does not use {name}; correct one of them")
+        if kind == "yarn" and self.partial_rotary_factor != 1:
+            raise ValueError("rope_type yarn with partial_rotary_factor is unsupported")
         return self
 
     def options(self) -> dict[str, FieldValue]:
         """Options of mechanisms with rotary positions."""
         if self.rope_theta is None:
             return {"positions": "none"}
+        kind = {"rotary_interpolation": "pairs"} if self.rope_type == "yarn" else {}
         pairs = (PLAIN | SCALING[self.rope_type]).items()
-        return {"positions": "rotary"} | {option: getattr(self, name) for name, option in pairs}
+        options = {option: getattr(self, name) for name, option in pairs}
+        return {"positions": "rotary"} | kind | options
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores, for the factor of queries and keys."""
+        return 1.0 if self.attention_factor is None else self.attention_factor**2
 
     @classmethod
-    def of(cls, config: PositionsConfig) -> "Rope":
+    def of(cls, config: PositionsConfig, key_depth: int) -> "Rope":
+        """The positions of a layer, with any factor of scores as `attention_factor` in yarn."""
         if config.positions == "none":
             return cls(rope_theta=None)
         kind = "linear" if config.rotary_factor != 1 else "default"
         if config.rotary_original_length is not None:
-            kind = "llama3"
+            kind = "llama3" if config.rotary_interpolation == "turns" else "yarn"
         pairs = (PLAIN | SCALING[kind]).items()
         values = {name: getattr(config, option) for name, option in pairs}
+        if kind == "yarn":
+            values["attention_factor"] = ((config.scale or key_depth**-0.5) * key_depth**0.5) ** 0.5
         return cls.model_validate({"rope_type": kind} | values)
 
     def scaling(self) -> dict[str, JSON] | None:

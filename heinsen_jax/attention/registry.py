@@ -98,7 +98,7 @@ def names() -> tuple[str, ...]:
 
 
 def mechanism(name: str) -> type[Attention]:
-    """The class of a mechanism; of several in parallel, such as gqa+mamba2, `ParallelAttention`.
+    """The class of a mechanism; `ParallelAttention` for several in parallel, such as gqa+mamba2.
 
     Raises:
       ValueError: unknown mechanism.
@@ -116,7 +116,8 @@ def mechanism(name: str) -> type[Attention]:
 
 
 def configure(name: str, **config: FieldValue) -> AttentionConfig:
-    """A mechanism's configuration. Fields of mechanisms in parallel have their names.
+    """A mechanism's configuration. In a parallel layer, names of fields begin with the mechanism's
+    name and a dot.
 
     Raises:
       UserError: unknown mechanism or field, or a value is out of its range; the message names it.
@@ -172,7 +173,7 @@ class ParallelConfig(AttentionConfig):
     """The configurations of the mechanisms, by name."""
 
     def __hash__(self) -> int:
-        return hash(tuple(self.parts.items()))
+        return hash(frozenset(self.parts.items()))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -46,7 +46,8 @@ class RotaryOptions(HeadsConfig):
     """See `rotary_original_length`."""
     rotary_interpolation: Literal["turns", "pairs"] = "turns"
     """Whether the interpolation is linear in the number of turns, as in Llama 3, or in the index of
-    the pair, between whole pairs (Peng et al., 2023, YaRN, arXiv:2309.00071, equation 23)."""
+    the pair, between whole pairs (Peng et al., 2023, YaRN, arXiv:2309.00071, equation 23). YaRN's
+    factor of queries and keys is not included: its square is a factor of `scale`."""
 
     def __post_init__(self) -> None:
         if self.rotary_high_turns <= self.rotary_low_turns:
@@ -85,7 +86,7 @@ class RotaryOptions(HeadsConfig):
                 pairs, size = np.arange(rotated // 2), rotated / 2 / np.log(self.rotary_base)
                 first, last = (size * np.log(turns[0] / x) for x in (high, low))
                 first, last = max(np.floor(first), 0), min(np.ceil(last), rotated - 1)
-                unchanged = 1 - np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
+                unchanged = 1 - np.clip((pairs - first) / (last - first or 1e-3), 0, 1)
             else:
                 unchanged = np.clip((turns - low) / (high - low), 0, 1)
             scaled = unchanged * unscaled + (1 - unchanged) * scaled

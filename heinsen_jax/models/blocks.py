@@ -37,8 +37,8 @@ class Block(nnx.Module):
         fastformer                 x' + mlp(norm(x')),    x' = h + attention(h)
 
     With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With `norm_after`, norms follow
-    both: x + norm(attention(x)) and x' + norm(mlp(x')); if it is "both", norms precede, too.
-    Outputs of both are multiplied by `residual_multiplier`, the MLP's by `mlp_multiplier`, too.
+    both: x + norm(attention(x)) and x' + norm(mlp(x')); if it is "both", norms precede and follow.
+    Outputs of both are multiplied by `residual_multiplier`, and the MLP's by `mlp_multiplier`.
     With convolutions, as always in the decay block, they precede attention and mlp:
     attention(convolution(norm(x))). Returns the result and the state after x, or None unless
     requested.
@@ -67,7 +67,9 @@ class Block(nnx.Module):
             sizes, rank = (config.model_dim, config.mlp_width), config.lora_rank
             self.mlp = build_mlp(*sizes, use_bias=has_bias, lora_rank=rank, **options)
         if self.norm_after == "both":
-            self.output_norms = nnx.List(norm(config.model_dim, **options) for _ in range(2))
+            self.output_norms = nnx.List(
+                norm(config.model_dim, **options) for _ in range(2 if self.has_mlp else 1)
+            )
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1
         self.convolutions = nnx.List(
             CausalConvolution(size, config.model_dim, "embed", **options)

@@ -23,7 +23,7 @@ Norm = Literal["layer", "rms", "zero_centered_rms"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 MLPKind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu_tanh"]
 GATED: Mapping[str, str] = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
-"""Kinds of MLPs with a gate, and its activation."""
+"""Kinds of gated MLPs, and the activations of their gates."""
 
 
 class BlockDefaults(NamedTuple):
@@ -104,7 +104,7 @@ class LanguageModelConfig:
     """Whether the MLP has the same residual stream as input as the attention, as in GPT-NeoX:
     x + attention(norm(x)) + mlp(norm'(x))."""
     mlp_ratio: pydantic.PositiveInt = 4
-    """Width of the MLP divided by model_dim. An MLP with a gate has 2/3 of this width, so that it
+    """Width of the MLP divided by model_dim. A gated MLP has 2/3 of this width, so that it
     has as many parameters."""
     mlp_dim: pydantic.PositiveInt | None = None
     """Width of the MLP; by default from mlp_ratio, with a gate rounded up to a multiple of 16."""
@@ -181,8 +181,8 @@ class LanguageModelConfig:
                 f"max_length={self.max_length} with positions={self.position_kind!r}; set it for "
                 "learned positions, and only for those"
             )
-        of_mlp = self.mlp or self.mlp_dim or self.mlp_multiplier != 1
-        if BLOCKS[self.block].mlp is None and of_mlp:
+        has_mlp_fields = self.mlp or self.mlp_dim or self.mlp_multiplier != 1
+        if BLOCKS[self.block].mlp is None and has_mlp_fields:
             raise ValueError(
                 f"mlp, mlp_dim and mlp_multiplier with block={self.block!r}: that block has no "
                 "MLP; leave them out, or choose block='standard'"

@@ -15,7 +15,7 @@ from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.parameters import wide
-from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.attention.registry import FieldValue, ParallelAttention
 from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.attention.short_convolution import ShortConvolution
 from heinsen_jax.errors import UserError, explain
@@ -31,7 +31,10 @@ RECURRENT = MatrixStateAttention, ShortConvolution
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"trained_length", "dtype", "param_dtype", "remat", "remat_policy", "lora_rank"}
 """Fields of attention layers, and of the computation."""
-COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "scale", "output_gate"}
+FACTORS = {"scale": None, "output_multiplier": 1.0}
+"""Options that new layers must have, if they are not the defaults in the layers that they
+replace."""
+COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "output_gate", *FACTORS}
 """Options that new layers inherit from the layers that they replace."""
 
 
@@ -107,7 +110,7 @@ def without_lora(model: LanguageModel) -> LanguageModel:
     """Add low-rank additions to their matrices: W + A B, with parameters in at least float32, on
     this host. The model computes the same function of the tokens."""
     layers = (
-        replace(x, options={k: v for k, v in x.options.items() if k != "lora_rank"})
+        replace(x, options={k: v for k, v in x.options.items() if not k.endswith("lora_rank")})
         for x in model.config.layers
     )
     wider: Any = wide(model.config.param_dtype).name
@@ -156,11 +159,12 @@ def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> L
     try:
         new = _layer(teacher, Layers(chosen.mechanism, options=options))
         ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
-        if "scale" not in ours and getattr(old.config, "scale", None) is not None:
-            raise ValueError(
-                f"the teacher's layers have scale={_option(old, 'scale')}, but {chosen.mechanism} "
-                "has no such option; choose another mechanism"
-            )
+        for name, default in FACTORS.items():
+            if name not in ours and getattr(old.config, name, default) != default:
+                raise ValueError(
+                    f"the teacher's layers have {name}={_option(old, name)}, but "
+                    f"{chosen.mechanism} has no such option; choose another mechanism"
+                )
         for name in sorted(ours & theirs & COPIED - options.keys()):
             if (value := _option(old, name)) != _option(new, name):
                 options[name] = value
@@ -318,6 +322,12 @@ def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.nd
     have it; and its columns, if it is a part of a matrix."""
     if not name.startswith("attention."):
         return name, None
+    if isinstance(ours, ParallelAttention):
+        _, part, rest = name.split(".", 2)
+        if not isinstance(theirs, ParallelAttention) or part not in theirs.parts:
+            return "", None
+        rest, columns = _in_layer(f"attention.{rest}", ours.parts[part], theirs.parts[part])
+        return rest and f"attention.{part}.{rest.removeprefix('attention.')}", columns
     if isinstance(ours, MatrixStateAttention) and isinstance(theirs, MatrixStateAttention):
         sizes = ((x.num_heads, x.num_key_heads, x.key_depth, x.value_depth) for x in (ours, theirs))
         return name if len({*sizes}) == 1 else "", None

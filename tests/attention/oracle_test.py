@@ -120,7 +120,8 @@ VARIANTS |= {
             "mamba2.key_depth": 5,
             "mamba2.num_key_heads": 2,
             "mamba2.output_norm": "before_gate",
-            **{f"mamba2.{x}_multiplier": 0.6 for x in ("query", "key", "step", "output")},
+            **{"mamba2.query_multiplier": 0.6, "mamba2.key_multiplier": 1.3},
+            **{"mamba2.step_multiplier": 0.8, "mamba2.output_multiplier": 0.9},
         },
     ),
     "gated_deltanet, sigmoid by head": (

@@ -283,7 +283,11 @@ CASES = {
     ),
     "gpt_neox": transformers.GPTNeoXConfig(**NEOX),
     "gpt_neox_serial": transformers.GPTNeoXConfig(
-        **NEOX | {"hidden_act": "gelu_fast"},
+        **NEOX
+        | {
+            "hidden_act": "gelu_fast",
+            "rope_parameters": YARN | {"partial_rotary_factor": 1.0},
+        },
         use_parallel_residual=False,
         attention_bias=False,
         tie_word_embeddings=True,

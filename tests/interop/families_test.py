@@ -231,8 +231,11 @@ def test_windows_and_positions_by_layer():
     assert (full.rotary_low_turns, full.rotary_high_turns) == (1, 32)
     assert (full.query_key_norm, olmo.layers[0].norm_after) == ("joint", True)
     plain = {"rope_type": "default", "rope_theta": 5e5}
-    of_types = {"full_attention": plain | OLMO3_YARN, "sliding_attention": plain}
-    assert model("olmo3", **sizes, rope_parameters=of_types, sliding_window=9) == olmo
+    parameters = {"full_attention": plain | OLMO3_YARN, "sliding_attention": plain}
+    assert model("olmo3", **sizes, rope_parameters=parameters, sliding_window=9) == olmo
+    parameters = {"full_attention": plain | {"rope_theta": 1e6}}  # transformers fills the other in
+    window, *_, full = model("olmo3", **sizes, rope_parameters=parameters).mechanisms()
+    assert (window.rotary_base, full.rotary_base) == (5e5, 1e6)
     published = {
         **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8},
         **{"cache_implementation": "hybrid", "hidden_activation": "gelu_pytorch_tanh"},
@@ -249,9 +252,9 @@ def test_windows_and_positions_by_layer():
     removed = ("rope_local_base_freq", "rope_theta", "sliding_window_pattern")
     written = {k: v for k, v in published.items() if k not in removed}
     types = {"layer_types": ["sliding_attention", "full_attention"]}
-    of_types = {x: {"rope_type": "default"} for x in types["layer_types"]}
-    of_types["full_attention"]["rope_theta"] = 1e6
-    assert model("gemma3_text", **SIZES, **written | types, rope_parameters=of_types) == gemma
+    parameters = {x: {"rope_type": "default"} for x in types["layer_types"]}
+    parameters["full_attention"]["rope_theta"] = 1e6
+    assert model("gemma3_text", **SIZES, **written | types, rope_parameters=parameters) == gemma
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,13 @@ def test_windows_and_positions_by_layer():
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {"factor": 2.0}}},
             "rope_parameters=.* must have full_attention, and sliding_attention of rope_type def",
         ),
+        ("olmo3", {"rope_theta": 1e6, "sliding_window": 9}, "rope_theta=1000000.0: versions of tr"),
+        *(
+            (kind, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' is unsup")
+            for kind in ("qwen3_5_text", "lfm2", "olmo_hybrid", "llama")
+        ),
+        ("falcon_h1", FALCON | {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act=.* is unsupported"),
+        ("granitemoehybrid", GRANITE | {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act=.* is uns"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 is unsup"),
         ("qwen3_5_text", {"rope_parameters": OLMO3_YARN}, "yarn with partial_rotary_factor is uns"),
         ("falcon_h1", FALCON | {"mamba_d_head": 32}, "mamba_d_ssm = 1536 must be mamba_n_heads"),

@@ -28,6 +28,7 @@ from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
 from heinsen_jax.interop.transformers.__main__ import main
 from heinsen_jax.interop.transformers.families import family_of
+from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import linear_layers, shared_weights, with_lora
 from heinsen_jax.pytrees import flatten_with_names
@@ -289,6 +290,27 @@ def test_other_architectures_cannot_be_written(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
         to_pretrained(model, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_fields_without_a_fact_in_the_model_are_written(tmp_path):
+    """A null window, widths of Mamba-2 below the model's, and YaRN beside another scale."""
+    model, _ = from_pretrained(changed("mistral", tmp_path / "a", sliding_window=None))
+    written = to_pretrained(model, tmp_path / "b", like=tmp_path / "a")
+    assert fields(written)["sliding_window"] is None
+    sizes = {"mamba_d_ssm": 8, "mamba_n_heads": 2, "mamba_d_head": 4, "mamba_n_groups": 1}
+    falcon = meaning(changed("falcon_h1", tmp_path / "c", **sizes))
+    assert family_for(falcon, "falcon_h1").to_model() == falcon
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    parameters = {"full_attention": yarn | {"rope_theta": 1e6}, "sliding_attention": local}
+    changes = {"rope_parameters": parameters, "query_pre_attn_scalar": 168}
+    gemma = meaning(changed("gemma3", tmp_path / "d", **changes))
+    again = family_for(gemma, None)
+    assert again.model_type == "gemma3_text"
+    assert (again.query_pre_attn_scalar, again.rope.attention_factor) == (
+        168,
+        pytest.approx(0.1 * np.log(4) + 1),
+    )
 
 
 def test_too_large_values_are_refused(tmp_path):

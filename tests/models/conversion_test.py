@@ -17,6 +17,7 @@ from heinsen_jax.models.conversion import (
     shared_weights,
     unused_parameters,
     with_lora,
+    without_lora,
 )
 from heinsen_jax.pytrees import flatten_with_names
 
@@ -164,6 +165,23 @@ def test_layers_that_stay_keep_their_trained_features():
     together = replace(whole, attention=whole.layers[0])
     with pytest.raises(UserError, match=rf"blocks\.0\.{name} .*repeat .* to 2 layers"):
         shared_weights(together, source)
+
+
+def test_mechanisms_in_parallel():
+    """Only parts of equal sizes have weights in common, and LoRA is added in each part."""
+    sizes = {"gqa.num_kv_heads": 1, "mamba2.num_value_heads": 2, "mamba2.value_depth": 24}
+    source = model(Layers("gqa+mamba2", options=sizes))
+    options = sizes | {"mamba2.num_value_heads": 4, "mamba2.value_depth": 12}
+    ours = config(Layers("gqa+mamba2", options=options | {"gqa.lora_rank": 2}))
+    in_layers = {x.split(".", 3)[3] for x in shared_weights(ours, source) if ".attention." in x}
+    assert in_layers == {f"gqa.{x}.kernel.value" for x in ("project", "output")}
+    tuned = LanguageModel(ours, rngs=nnx.Rngs(0))
+    tuned.blocks[0].attention.gqa.output.lora.lora_b[...] = jnp.ones((4, 2, 16))
+    same, tokens = without_lora(tuned), jnp.arange(6)
+    assert not any("lora" in name for name in flatten_with_names(nnx.state(same)))
+    np.testing.assert_allclose(same(tokens), tuned(tokens), atol=1e-4)
+    with pytest.raises(UserError, match=r"output_multiplier=0\.5, but deltanet has no"):
+        linear_layers(config(Layers("gqa", options={"output_multiplier": 0.5})), "deltanet")
 
 
 def test_mechanisms_without_lora_are_refused():

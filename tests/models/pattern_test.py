@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pydantic
 import pytest
 
+from heinsen_jax.attention import configure
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.pattern import parse_pattern, with_layers
@@ -51,6 +52,7 @@ def test_mechanisms_in_parallel_have_the_options_of_the_block():
     assert (parts["gqa"].positions, parts["gqa"].use_bias) == ("rotary", False)
     assert (parts["mamba2"].key_depth, parts["mamba2"].norm_epsilon) == (16, 1e-3)
     assert len({config, LanguageModelConfig(attention="gqa+mamba2")}) == 2
+    assert len({configure("gqa+mamba2"), configure("mamba2+gqa")}) == 1
 
 
 NORMED = Layers("gqa", repeats=2, norm_after=True)

@@ -14,7 +14,6 @@ from heinsen_jax.interop.transformers.family import (
     IRRELEVANT,
     Activation,
     Family,
-    GateActivation,
     Granite,
     LlamaLike,
     Olmo2,
@@ -26,7 +25,6 @@ from heinsen_jax.interop.transformers.hybrids import (
     NemotronH,
     OlmoHybrid,
     Qwen35Text,
-    default_layer_types,
 )
 from heinsen_jax.interop.transformers.rope import (
     OBJECTS,
@@ -36,6 +34,7 @@ from heinsen_jax.interop.transformers.rope import (
     given_fields,
     place_of,
 )
+from heinsen_jax.interop.transformers.windows import Gemma3Text, Olmo3
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.pattern import Pattern, shortest_period
 from heinsen_jax.typing import JSON
@@ -110,128 +109,13 @@ class SmolLM3(QwenLike):
     no_rope_layer_interval: Size = 4
 
     def attention(self) -> Pattern:
-        ropes = Rope(rope_theta=None), None
-        layers = [Layers("gqa", options=self.softmax(rope)) for rope in ropes]
+        without, rotating = (
+            Layers("gqa", options=self.softmax(rope)) for rope in (Rope(rope_theta=None), self.rope)
+        )
         number, interval = self.num_hidden_layers, self.no_rope_layer_interval
         default = [int((i + 1) % interval != 0) for i in range(number)]
         rotary = (self.no_rope_layers or default)[:number]
-        return tuple(shortest_period([layers[x] for x in rotary]))
-
-
-class Windowed(LlamaLike):
-    """Models with sliding windows in most layers, whose rotary positions may have another base."""
-
-    norm_after: ClassVar[bool | Literal["both"]] = False
-    has_local_theta: ClassVar[bool] = False
-    """Whether `rope_local_base_freq` is a field of files."""
-
-    sliding_window: Size | None = 4096
-    layer_types: list[Literal["sliding_attention", "full_attention"]] | None = None
-    rope_local_base_freq: PositiveFloat | None = None
-
-    @property
-    def interval(self) -> int:
-        """By default, each layer of a number that it divides has no window."""
-        return 4
-
-    @property
-    def types(self) -> list[str]:
-        """`layer_types`, with the default resolved."""
-        default = default_layer_types(self.interval, self.num_hidden_layers, "sliding_attention")
-        return [*(self.layer_types or default)]
-
-    @pydantic.model_validator(mode="after")
-    def _has_the_size_of_its_windows(self) -> "Windowed":
-        if self.sliding_window is None and "sliding_attention" in self.types:
-            raise ValueError("sliding_window=None with layers of sliding_attention; give a number")
-        return self
-
-    @classmethod
-    def flattened(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not cls.has_local_theta and "rope_local_base_freq" in fields:
-            raise ValueError("rope_local_base_freq is unknown, and may change results; remove it")
-        kinds = "full_attention", "sliding_attention"
-        every = fields.get("rope_parameters")
-        if not isinstance(every, dict) or not every.keys() & {*kinds}:
-            return fields
-        full, local = (every.get(kind) or {} for kind in kinds)
-        local = {"rope_type": "default", **local}
-        theta = {"rope_local_base_freq": local.pop("rope_theta")} if "rope_theta" in local else {}
-        if every.keys() - {*kinds} or local != {"rope_type": "default"}:
-            raise ValueError(
-                f"rope_parameters={every!r} must have full_attention, and sliding_attention of "
-                "rope_type default; choose another model"
-            )
-        return {**fields, "rope_parameters": full} | theta
-
-    def attention(self) -> Pattern:
-        local = Rope(rope_theta=self.rope_local_base_freq or self.rope.rope_theta)
-        window = self.softmax(local) | {"window_size": self.sliding_window}
-        layers = {
-            "sliding_attention": Layers(
-                "sliding_window", options=window, norm_after=self.norm_after
-            ),
-            "full_attention": Layers("gqa", options=self.softmax(), norm_after=self.norm_after),
-        }
-        return tuple(shortest_period([layers[kind] for kind in self.types]))
-
-    def to_json(self) -> dict[str, JSON]:
-        fields, rope = super().to_json(), self.rope
-        if not self.has_local_theta:
-            del fields["rope_local_base_freq"]
-        full: dict[str, JSON] = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta}
-        theta = self.rope_local_base_freq or rope.rope_theta
-        local: dict[str, JSON] = {"rope_type": "default", "rope_theta": theta}
-        types = {"full_attention": full | (rope.scaling() or {}), "sliding_attention": local}
-        return fields | {"rope_parameters": types}
-
-
-class Olmo3(Windowed, Olmo2):
-    """OLMo 3."""
-
-    model_type = "olmo3"
-    architecture = "Olmo3ForCausalLM"
-    norm_after = True
-
-    num_key_value_heads: Size | None = None
-    rms_norm_eps: PositiveFloat = 1e-5
-    rope: Rope = Rope(rope_theta=5e5)
-
-
-class Gemma3Text(Windowed):
-    """Gemma 3, for text."""
-
-    model_type = "gemma3_text"
-    architecture = "Gemma3ForCausalLM"
-    ignored = frozenset(("cache_implementation", "_sliding_window_pattern"))
-    norm = "zero_centered_rms"
-    qk_norm = True
-    norm_after = "both"
-    has_local_theta = True
-
-    num_key_value_heads: Size | None = 4
-    head_dim: Size | None = 256
-    hidden_act: GateActivation = pydantic.Field("gelu_pytorch_tanh", alias="hidden_activation")
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False
-    rope: Rope = Rope(rope_theta=1e6)
-    rope_local_base_freq: PositiveFloat | None = 1e4
-    sliding_window_pattern: Size = pydantic.Field(6, exclude=True)
-    query_pre_attn_scalar: Size = 256
-    final_logit_softcapping: PositiveFloat | None = None
-    attn_logit_softcapping: None = pydantic.Field(None, exclude=True)
-    use_bidirectional_attention: Literal[False] | None = pydantic.Field(None, exclude=True)
-
-    @property
-    def interval(self) -> int:
-        return self.sliding_window_pattern
-
-    @property
-    def scale(self) -> float:
-        return self.query_pre_attn_scalar**-0.5
-
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes() | {"embedding_multiplier": self.hidden_size**0.5}
+        return tuple(shortest_period([rotating if x else without for x in rotary]))
 
 
 class Phi3(LlamaLike):
@@ -308,6 +192,8 @@ class GPTNeoX(Family):
 
     def to_model(self) -> LanguageModelConfig:
         options = {"use_bias": self.attention_bias, **self.rope.options()}
+        if (factor := self.rope.score_factor) != 1:
+            options["scale"] = factor * (self.hidden_size / self.num_attention_heads) ** -0.5
         return LanguageModelConfig(
             **self.sizes(),
             attention=Layers("softmax", options=options),

@@ -145,13 +145,14 @@ class Family(Fields):
 
 
 class LlamaLike(Family):
-    """Models with RMS norms, MLPs with a gate, and rotary positions."""
+    """Models with RMS norms, gated MLPs, and rotary positions."""
 
     rope_names: ClassVar = {"rope_theta": "rope_theta"}
     has_bias: ClassVar[bool] = False
     """Whether queries, keys and values have biases in all models of the family."""
     qk_norm: ClassVar[bool] = False
     norm: ClassVar[Norm | None] = None
+    norm_after: ClassVar[bool | Literal["both"]] = False
     has_head_dim: ClassVar[bool] = True
     """Whether the head dimension is free, not hidden_size / num_attention_heads."""
 
@@ -171,6 +172,13 @@ class LlamaLike(Family):
         rotates_whole = "partial_rotary_factor" not in self.rope_names
         if rotates_whole and self.rope.partial_rotary_factor != 1:
             raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_the_activation_of_its_family(self) -> "LlamaLike":
+        # in hybrids, the field is the activation of other layers, too, or has no effect
+        if self.hidden_act != type(self).model_fields["hidden_act"].default:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is unsupported in {self.model_type}")
         return self
 
     @pydantic.model_validator(mode="after")
@@ -213,7 +221,7 @@ class LlamaLike(Family):
 
     @property
     def scale(self) -> float:
-        """Factor of the scores, without any of the rotary positions."""
+        """Factor of the dot products, without YaRN's."""
         return self.depth**-0.5
 
     def softmax(self, rope: Rope | None = None) -> dict[str, FieldValue]:
@@ -231,7 +239,7 @@ class LlamaLike(Family):
     def attention(self) -> Pattern:
         """The attention layers."""
         if self.window is None:
-            return Layers("gqa", options=self.softmax())
+            return Layers("gqa", options=self.softmax(), norm_after=self.norm_after)
         return Layers("sliding_window", options=self.softmax() | {"window_size": self.window})
 
     def to_model(self) -> LanguageModelConfig:
@@ -275,14 +283,12 @@ class Olmo2(LlamaLike):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
 
+    norm_after = True
     has_head_dim = False
 
     num_key_value_heads: Size | None = None
     rms_norm_eps: PositiveFloat = 1e-5
     attention_bias: bool = False
-
-    def attention(self) -> Pattern:
-        return Layers("gqa", options=self.softmax(), norm_after=True)
 
     def softmax(self, rope: Rope | None = None) -> dict[str, FieldValue]:
         return super().softmax(rope) | {"query_key_norm": "joint"}

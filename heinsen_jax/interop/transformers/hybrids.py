@@ -70,7 +70,7 @@ class OlmoHybrid(Olmo2):
             "norm_epsilon": 1e-5,
         }
         delta = Layers("gated_deltanet", options=linear)
-        softmax = Layers("gqa", options=self.softmax(), norm_after=True)
+        softmax = Layers("gqa", options=self.softmax(), norm_after=self.norm_after)
         return layers_of(self.types, delta, softmax)
 
 
@@ -170,7 +170,46 @@ def _unlimited(value: Any) -> None:
 Unlimited = Annotated[Any, pydantic.AfterValidator(_unlimited)]
 
 
-class GraniteHybrid(Granite):
+class WithMamba2(LlamaLike):
+    """Fields of Mamba-2."""
+
+    mamba_n_heads: Size = 128
+    mamba_n_groups: Size = 1
+    mamba_d_state: Size = 256
+    mamba_d_head: Size | Literal["auto"] = "auto"
+    mamba_d_conv: Size = 4
+    mamba_expand: Size = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: Literal[False] = pydantic.Field(False, exclude=True)
+    time_step_limit: Unlimited = pydantic.Field(None, exclude=True)
+
+    @property
+    def mamba_width(self) -> tuple[str, int]:
+        """Number of features of all heads, after the name of what determines it."""
+        return "mamba_expand * hidden_size", self.mamba_expand * self.hidden_size
+
+    @pydantic.model_validator(mode="after")
+    def _has_the_width_of_its_heads(self) -> "WithMamba2":
+        name, width = self.mamba_width
+        heads = self.mamba_n_heads
+        depth = width // heads if self.mamba_d_head == "auto" else self.mamba_d_head
+        if depth * heads != width:
+            raise ValueError(f"{name} = {width} must be mamba_n_heads * mamba_d_head")
+        return self
+
+    def mamba(self) -> dict[str, FieldValue]:
+        """Options of Mamba-2."""
+        return {
+            "num_value_heads": self.mamba_n_heads,
+            "num_key_heads": self.mamba_n_groups,
+            "key_depth": self.mamba_d_state,
+            "value_depth": self.mamba_width[1] // self.mamba_n_heads,
+            "convolution_size": self.mamba_d_conv,
+            "convolution_bias": self.mamba_conv_bias,
+        }
+
+
+class GraniteHybrid(Granite, WithMamba2):
     """Granite 4 without experts: layers of Mamba-2 and of softmax attention."""
 
     model_type = "granitemoehybrid"
@@ -183,41 +222,16 @@ class GraniteHybrid(Granite):
     layer_types: (
         list[Literal["mamba", "attention", "linear_attention", "full_attention"]] | None
     ) = None
-    mamba_n_heads: Size = 128
-    mamba_n_groups: Size = 1
-    mamba_d_state: Size = 256
-    mamba_d_head: Size | Literal["auto"] = "auto"
-    mamba_d_conv: Size = 4
-    mamba_expand: Size = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: Literal[False] = pydantic.Field(False, exclude=True)
-    time_step_limit: Unlimited = pydantic.Field(None, exclude=True)
 
     @pydantic.model_validator(mode="after")
-    def _has_the_width_of_its_heads(self) -> "GraniteHybrid":
+    def _has_no_biases_of_the_mlp(self) -> "GraniteHybrid":
         if self.mlp_bias:
             raise ValueError("mlp_bias is unsupported in granitemoehybrid; choose another model")
-        width = self.mamba_expand * self.hidden_size
-        depth = width // self.mamba_n_heads if self.mamba_d_head == "auto" else self.mamba_d_head
-        if depth * self.mamba_n_heads != width:
-            raise ValueError(
-                f"mamba_expand * hidden_size = {width} must be mamba_n_heads * mamba_d_head"
-            )
         return self
 
     def attention(self) -> Pattern:
         rope = None if self.position_embedding_type == "rope" else Rope(rope_theta=None)
-        mamba = Layers(
-            "mamba2",
-            options={
-                "num_value_heads": self.mamba_n_heads,
-                "num_key_heads": self.mamba_n_groups,
-                "key_depth": self.mamba_d_state,
-                "value_depth": self.mamba_expand * self.hidden_size // self.mamba_n_heads,
-                "convolution_size": self.mamba_d_conv,
-                "convolution_bias": self.mamba_conv_bias,
-            },
-        )
+        mamba = Layers("mamba2", options=self.mamba())
         softmax = Layers("gqa", options=self.softmax(rope))
         kinds = {"attention": "full_attention", "mamba": "linear_attention"}
         types = self.layer_types or ["mamba"] * self.num_hidden_layers
@@ -230,7 +244,7 @@ class GraniteHybrid(Granite):
         return super().to_json() | {"layer_types": types}
 
 
-class FalconH1(LlamaLike):
+class FalconH1(WithMamba2):
     """Falcon-H1: Mamba-2 and softmax attention in parallel in each layer."""
 
     model_type = "falcon_h1"
@@ -243,17 +257,8 @@ class FalconH1(LlamaLike):
     projectors_bias: Literal[False] = pydantic.Field(False, exclude=True)
     mlp_bias: bool = False
     mamba_d_ssm: Size | None = 1024
-    mamba_n_heads: Size = 128
-    mamba_n_groups: Size = 1
-    mamba_d_state: Size = 256
-    mamba_d_head: Size | Literal["auto"] = "auto"
-    mamba_d_conv: Size = 4
-    mamba_expand: Size = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: Literal[False] = pydantic.Field(False, exclude=True)
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
-    time_step_limit: Unlimited = pydantic.Field(None, exclude=True)
     embedding_multiplier: PositiveFloat = 1.0
     lm_head_multiplier: PositiveFloat = 1.0
     attention_in_multiplier: PositiveFloat = 1.0
@@ -265,18 +270,8 @@ class FalconH1(LlamaLike):
     mlp_multipliers: list[PositiveFloat] | None = pydantic.Field(None, min_length=2, max_length=2)
 
     @property
-    def mamba_width(self) -> int:
-        """Number of features of all heads of Mamba-2."""
-        return self.mamba_d_ssm or self.mamba_expand * self.hidden_size
-
-    @pydantic.model_validator(mode="after")
-    def _has_the_width_of_its_heads(self) -> "FalconH1":
-        width, heads = self.mamba_width, self.mamba_n_heads
-        depth = width // heads if self.mamba_d_head == "auto" else self.mamba_d_head
-        if depth * heads != width:
-            name = "mamba_d_ssm" if self.mamba_d_ssm else "mamba_expand * hidden_size"
-            raise ValueError(f"{name} = {width} must be mamba_n_heads * mamba_d_head")
-        return self
+    def mamba_width(self) -> tuple[str, int]:
+        return ("mamba_d_ssm", self.mamba_d_ssm) if self.mamba_d_ssm else super().mamba_width
 
     @property
     def scale(self) -> float:
@@ -294,13 +289,7 @@ class FalconH1(LlamaLike):
         output = self.attention_in_multiplier * self.attention_out_multiplier
         softmax = self.softmax() | {"output_multiplier": output}
         norm = "before_gate" if self.mamba_norm_before_gate else "after_gate"
-        mamba: dict[str, FieldValue] = {
-            "num_value_heads": self.mamba_n_heads,
-            "num_key_heads": self.mamba_n_groups,
-            "key_depth": self.mamba_d_state,
-            "value_depth": self.mamba_width // self.mamba_n_heads,
-            "convolution_size": self.mamba_d_conv,
-            "convolution_bias": self.mamba_conv_bias,
+        mamba = self.mamba() | {
             "output_norm": norm if self.mamba_rms_norm else "none",
             "output_multiplier": self.ssm_out_multiplier,
         }

@@ -105,11 +105,12 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     layer: Any = ([x for x in rotary if x not in windows] or rotary or softmax or layers)[0]
     options: Any = layer.config
     facts: dict[str, Any] = {}
+    facts["sliding_window"] = windows[0].config.window_size if windows else None
     if windows:
-        facts["sliding_window"] = windows[0].config.window_size
         facts["rope_local_base_freq"] = windows[0].config.rotary_base
     if isinstance(options, PositionsConfig):
-        facts["rope"] = rope = Rope.of(options, layer.key_depth)
+        plain = windows[0].config.scale if windows else None
+        facts["rope"] = rope = Rope.of(options, layer.key_depth, plain)
         scale = (options.scale or layer.key_depth**-0.5) / rope.score_factor
         facts["attention_multiplier"] = scale
         facts["query_pre_attn_scalar"] = round(scale**-2)
@@ -144,7 +145,7 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), mamba.value_depth),
             **dict.fromkeys(("mamba_d_conv", "conv_kernel"), mamba.config.convolution_size),
             **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), mamba.config.convolution_bias),
-            "mamba_expand": mamba.num_heads * mamba.value_depth // config.model_dim,
+            "mamba_expand": max(mamba.num_heads * mamba.value_depth // config.model_dim, 1),
             "mamba_d_ssm": mamba.num_heads * mamba.value_depth,
             "mamba_rms_norm": mamba.config.output_norm != "none",
             "mamba_norm_before_gate": mamba.config.output_norm == "before_gate",
@@ -209,9 +210,9 @@ def _resolved_layer(entry: Layers, layer: Attention) -> tuple[str, dict[str, Any
     """The mechanism of a layer, and its options, with the defaults resolved."""
     name = entry.mechanism
     if isinstance(layer, ParallelAttention):
-        parts = {x: dataclasses.replace(entry, mechanism=x) for x in layer.parts}
-        resolved = {x: _resolved_layer(parts[x], part) for x, part in layer.parts.items()}
-        return name, {f"{x}.{k}": v for x, (_, y) in resolved.items() for k, v in y.items()}
+        entries = {x: dataclasses.replace(entry, mechanism=x) for x in layer.parts}
+        parts = {x: _resolved_layer(entries[x], part) for x, part in layer.parts.items()}
+        return name, {f"{x}.{k}": v for x, (_, y) in parts.items() for k, v in y.items()}
     options = dataclasses.asdict(layer.config)
     options.pop("implementation", None)
     options |= {"norm_after": entry.norm_after, "has_mlp": entry.has_mlp}

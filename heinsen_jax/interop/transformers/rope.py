@@ -31,6 +31,11 @@ SCALING: dict[str, dict[str, str]] = {
     },
 }
 """Options of mechanisms by the names of fields: PLAIN for all types, SCALING for each type."""
+USED = {
+    kind: {*names} | ({"attention_factor"} if kind == "yarn" else set())
+    for kind, names in SCALING.items()
+}
+"""The fields that each type has."""
 
 
 Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
@@ -84,13 +89,10 @@ class Rope(Fields):
     @pydantic.model_validator(mode="after")
     def _has_the_fields_of_its_type(self) -> "Rope":
         kind = self.rope_type
-        used = {*SCALING[kind]} | ({"attention_factor"} if kind == "yarn" else set())
-        for name in {name: None for names in SCALING.values() for name in names} | {
-            "attention_factor": None
-        }:
-            if name in used and getattr(self, name) is None:
+        for name in sorted(frozenset().union(*USED.values())):
+            if name in USED[kind] and getattr(self, name) is None:
                 raise ValueError(f"rope_type {kind} needs {name}; add it")
-            if name not in used and getattr(self, name) is not None:
+            if name not in USED[kind] and getattr(self, name) is not None:
                 raise ValueError(f"rope_type {kind} does not use {name}; correct one of them")
         if kind == "yarn" and self.partial_rotary_factor != 1:
             raise ValueError("rope_type yarn with partial_rotary_factor is unsupported")
@@ -111,8 +113,9 @@ class Rope(Fields):
         return 1.0 if self.attention_factor is None else self.attention_factor**2
 
     @classmethod
-    def of(cls, config: PositionsConfig, key_depth: int) -> "Rope":
-        """The positions of a layer, with any factor of scores as `attention_factor` in yarn."""
+    def of(cls, config: PositionsConfig, key_depth: int, plain: float | None = None) -> "Rope":
+        """The positions of a layer; in yarn with `attention_factor`, for a layer without it that
+        has the scale `plain`, or 1 / sqrt(key_depth)."""
         if config.positions == "none":
             return cls(rope_theta=None)
         kind = "linear" if config.rotary_factor != 1 else "default"
@@ -121,7 +124,8 @@ class Rope(Fields):
         pairs = (PLAIN | SCALING[kind]).items()
         values = {name: getattr(config, option) for name, option in pairs}
         if kind == "yarn":
-            values["attention_factor"] = ((config.scale or key_depth**-0.5) * key_depth**0.5) ** 0.5
+            default = key_depth**-0.5
+            values["attention_factor"] = math.sqrt((config.scale or default) / (plain or default))
         return cls.model_validate({"rope_type": kind} | values)
 
     def scaling(self) -> dict[str, JSON] | None:

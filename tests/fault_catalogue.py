@@ -1397,8 +1397,14 @@ INTEROP_FAULTS = {
     ),
     "a multiplier that is left out": Fault(
         "heinsen_jax/interop/transformers/family.py",
-        'options | {"scale": self.attention_multiplier}',
-        "options",
+        "return self.attention_multiplier",
+        "return super().scale",
+        ("tests/interop/families_test.py",),
+    ),
+    "windows with the base of the other layers": Fault(
+        "heinsen_jax/interop/transformers/windows.py",
+        "Rope(rope_theta=self.rope_local_base_freq)",
+        "Rope(rope_theta=self.rope.rope_theta)",
         ("tests/interop/families_test.py",),
     ),
     "positions in the fourth layer": Fault(

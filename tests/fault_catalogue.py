@@ -752,8 +752,8 @@ TRAINING_FAULTS = {
     ),
     "a stage 2 that may not fit into memory": Fault(
         "heinsen_jax/linearize/run.py",
-        "if len(runs) > 1 and is_new",
-        "if len(runs) > 2 and is_new",
+        "_fit(stage, prepared, overrides, restart=options.restart)",
+        "pass",
         ("tests/linearize_test.py",),
     ),
     "overrides of a linearization that are ignored": Fault(
@@ -1643,15 +1643,39 @@ COMMANDS_FAULTS = {
     ),
     "a second stage without the first": Fault(
         "heinsen_jax/linearize/plan.py",
-        "settings = replace(settings, start=folder)",
-        "settings = replace(settings, start=None)",
+        "replace(student, start=folder, initialization_tokens=0)",
+        "replace(student, start=None, initialization_tokens=0)",
         ("tests/linearize_test.py",),
     ),
     "a recall of what cannot be known": Fault(
         "heinsen_jax/linearize/comparison.py",
-        "features[:, second:], tokens[:, second + 1 :]",
-        "features[:, second - 1 :], tokens[:, second:]",
+        "features[:, 1 - length :], rows[:, 1 - length :]",
+        "features[:, -length:], rows[:, -length:]",
         ("tests/linearize_test.py",),
+    ),
+    "layers that reduce the divergence least": Fault(
+        "heinsen_jax/linearize/layers.py",
+        "np.argsort(divergences",
+        "np.argsort(-np.array(divergences)",
+        ("tests/linearize_test.py",),
+    ),
+    "a fit that ignores the initial weights": Fault(
+        "heinsen_jax/training/initialization.py",
+        "return initial + change",
+        "return change",
+        ("tests/training/initialization_test.py",),
+    ),
+    "repeats of layers that are mixed up": Fault(
+        "heinsen_jax/training/layerwise.py",
+        "each[place::period]",
+        "each[: len(each) // period]",
+        ("tests/linearize_test.py",),
+    ),
+    "a norm whose scale is not shifted": Fault(
+        "heinsen_jax/interop/transformers/rewriting.py",
+        "value = value - 1",
+        "value = value - 0",
+        ("tests/interop/linearized_test.py",),
     ),
     "changed settings that are not noticed": Fault(
         "heinsen_jax/training/recorded.py",

@@ -20,8 +20,9 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers import import_model
 from heinsen_jax.linearize import __main__ as linearize_command
 from heinsen_jax.linearize.comparison import recall
+from heinsen_jax.linearize.layers import _divergence, choose_layers
 from heinsen_jax.linearize.plan import plan_stages, read_teacher
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import linear_layers, shared_weights
 from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.pytrees import flatten_with_names
@@ -33,25 +34,31 @@ from heinsen_jax.training import memory as memory_module
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.memory import Memory
 from heinsen_jax.training.profiling import Tracer
+from heinsen_jax.training.program import Program
 from heinsen_jax.training.recorded import record
+from heinsen_jax.training.settings import resolve_settings
 from tests.conftest import GOLDEN_FOLDER
 from tests.training.conftest import corpus, small  # noqa: F401
 
 
-def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F811
+def test_recall_is_that_of_a_model_that_copies(monkeypatch):
     """It predicts each token of the second copy from the first."""
     config = LanguageModelConfig(vocab_size=264, model_dim=8, num_layers=1, num_heads=1)
-    model = LanguageModel(config, rngs=nnx.Rngs(0))
-    length = small.data.sequence_length // 2
+    model, length = LanguageModel(config, rngs=nnx.Rngs(0)), 20
+    strings = np.random.default_rng(0).integers(1, 264, (8, length))
+    rows = np.hstack([np.zeros((8, 2), int), strings, strings])
 
     def copies(self, tokens):
         right = jax.nn.one_hot(jnp.roll(tokens, length - 1, -1), 264)
-        return right.at[: len(tokens) // 2, length + 3].set(0), None  # wrong for half of one place
+        return right.at[: len(tokens) // 2, length + 4].set(0), None  # wrong for half of one place
 
     monkeypatch.setattr(LanguageModel, "features", copies)
     monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
-    found = recall(model, data.load(small.data), small.data)
+    found = recall(model, rows, length)
     assert found == pytest.approx(1 - 0.5 / (length - 1), abs=1e-3)
+
+
+FROM_TEACHER = {"start": None, "initialization_tokens": 4096}
 
 
 def test_stages_have_the_settings_of_the_command(tmp_path):
@@ -62,12 +69,21 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
     options = linearize.Options(
         model="T",
         workdir=workdir,
-        attention="log:features=hedgehog",
+        attention=("log:features=hedgehog",),
         keep=("1",),
         transfer_steps=40,
         steps=20,
     )
-    one, two = plan_stages(teacher, options, ["--training.log-every", "3"])
+    one, two, further, window = plan_stages(teacher, options, ["--training.log-every", "3"])
+    assert (further.folder, window.folder) == (f"{workdir}-teacher", f"{workdir}-window")
+    assert (further.experiment.model, further.experiment.training.start) == (model, "T")
+    assert further.experiment.distillation.teacher is None
+    assert window.experiment.model.layer_pattern == ("sliding_window", "softmax")
+    assert window.experiment.distillation == replace(two.experiment.distillation, **FROM_TEACHER)
+    for baseline in (further.experiment, window.experiment):
+        assert (baseline.training.steps, baseline.training.log_every) == (60, 3)
+        assert baseline.seed == two.experiment.seed
+        assert baseline.optimizer == two.experiment.optimizer
     assert (one.folder, two.folder) == (f"{workdir}-transfer", workdir)
     first, second = one.experiment, two.experiment
     assert (first.distillation.start, second.distillation.start) == (None, one.folder)
@@ -80,7 +96,8 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
     assert len({teacher.seed, first.seed, second.seed}) == 3
     assert first.model == second.model
     assert first.model.layer_pattern == ("log", "softmax")
-    (only,) = plan_stages(teacher, replace(options, transfer_steps=0, lora_rank=2), [])
+    alone = replace(options, transfer_steps=0, lora_rank=2, baselines=False)
+    (only,) = plan_stages(teacher, alone, [])
     assert (only.experiment.distillation.start, only.experiment.distillation.trained) == (
         None,
         "new",
@@ -119,13 +136,23 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     wanted = train(prepare_run(chosen, teacher, dataset=dataset))
     arguments = ["--model", str(teacher), "--workdir", str(workdir), "--keep", "1"]
     arguments += ["--attention", "log:features=hedgehog", "--transfer-steps", "40"]
-    arguments += ["--steps", "20", "--training.log-every", "10"]
+    arguments += ["--steps", "20", "--training.log-every", "10", "--no-baselines"]
+    arguments += ["--initialization-tokens", "0"]
+    tokens = (
+        chosen.training.evaluation_batches * chosen.data.batch_size * chosen.data.sequence_length
+    )
+    monkeypatch.setattr("heinsen_jax.linearize.comparison.TOKENS", tokens)
     assert command(monkeypatch, *arguments) == 0
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     names = [row["name"] for row in found]
-    assert names == ["teacher", "after stage 1", "after stage 2"]
-    losses = [row["loss"] for row in found]
+    assert names == ["teacher", "stage 1", "linearized"]
+    length = str(chosen.data.sequence_length)
+    losses = [row["loss"][length] for row in found]
     assert losses[0] == pytest.approx(wanted.metrics["loss"])
+    assert found[0]["divergence"][length] == pytest.approx(0, abs=1e-6)
+    assert found[1]["divergence"][length] > found[2]["divergence"][length] > 0
+    assert found[2]["seconds"] > found[1]["seconds"] > 0
+    assert [*found[0]["recall"]] == ["64", "256"]
     first = load_config(f"{workdir}{linearize.TRANSFER_SUFFIX}/config.json")
     initial = loss_before(first, teacher, dataset)
     untrained, transferred, tuned = np.array([initial, *losses[1:]]) - losses[0]
@@ -229,6 +256,7 @@ def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(Checkpoints, "save", recorded)
     arguments = ["--model", str(teacher), "--workdir", str(workdir), "--attention"]
     arguments += ["log:features=hedgehog", "--transfer-steps", "4", "--steps", "4"]
+    arguments += ["--no-baselines"]
     arguments += ["--training.checkpoint-minutes", "1e-9"]
     with monkeypatch.context() as patch:
         patch.setattr(loop, "Tracer", Stopped)
@@ -257,7 +285,7 @@ def test_stage_2_must_fit_before_the_first_is_trained(small, tmp_path, monkeypat
     monkeypatch.setattr(program, "memory_of", lambda update: Memory(1 << 60, 0))
     monkeypatch.setattr(memory_module, "available_host_memory", lambda: 1 << 50)
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
-    arguments += ["--attention", "log:features=hedgehog"]
+    arguments += ["--attention", "log:features=hedgehog", "--transfer-steps", "1"]
     assert command(monkeypatch, *arguments) == 2
     assert "training needs" in capsys.readouterr().err
     earlier = tmp_path / "linear-transfer"
@@ -265,6 +293,101 @@ def test_stage_2_must_fit_before_the_first_is_trained(small, tmp_path, monkeypat
     assert command(monkeypatch, *arguments, "--restart") == 2
     assert "training needs" in capsys.readouterr().err
     assert (earlier / "config.json").exists(), "no run is moved before all stages are checked"
+
+
+def test_layers_are_chosen_by_the_divergence(small, tmp_path):  # noqa: F811
+    """It is the divergence of a model that keeps this layer, whatever the layer patterns."""
+    pattern = "softmax", "deltanet", Layers("softmax", options={"scale": 4.0}), "softmax"
+    chosen = replace(small.model, attention=pattern, block="llama", num_layers=4)
+    chosen = replace(small, model=chosen, training=replace(small.training, sample_tokens=0))
+    chosen = replace(chosen, training=replace(chosen.training, steps=20))
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    train(prepare_run(chosen, folder))
+    teacher = load_run(folder)[0]
+    options = linearize.Options(
+        **{"model": str(folder), "workdir": str(tmp_path / "run"), "baselines": False},
+        **{"attention": ("sliding_window:window_size=2", "log"), "initialization_tokens": 128},
+    )
+    (stage,) = plan_stages(chosen, options, [])
+    settings = resolve_settings(stage.experiment, data.load(chosen.data))
+    program_of_all = Program(settings)
+    student = nnx.merge(program_of_all.graph, program_of_all.initial_state().parameters)
+    assert student.config.layer_pattern == ("sliding_window", "deltanet", "sliding_window", "log")
+    batch = next(program_of_all.batches(0, batch_size=4))
+    wanted = []
+    for layer in (0, 2, 3):
+        config = linear_layers(teacher.config, options.attention, [str(layer)])
+        hybrid = LanguageModel(config, rngs=nnx.Rngs(0))
+        names = flatten_with_names(nnx.state(hybrid, nnx.Param))
+        place, given = f"blocks.{layer}.", shared_weights(config, student)
+        own = shared_weights(config, teacher)
+        given |= {x: y for x, y in own.items() if x.startswith(place) or x not in given}
+        leaves = [given[x] for x in names]
+        nnx.update(hybrid, jax.tree.unflatten(jax.tree.structure(nnx.state(hybrid)), leaves))
+        log_p, log_q = (jax.nn.log_softmax(x(batch.tokens[:, :-1])) for x in (hybrid, teacher))
+        wanted.append(float(jnp.mean(jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1))))
+    for layer, want in zip((0, 2, 3), wanted, strict=True):
+        mask = jnp.arange(4) == layer
+        have = _divergence(student, teacher, batch, mask)
+        assert float(have) == pytest.approx(want, rel=1e-4)
+    for number in (1, 2):
+        best = sorted(np.array([0, 2, 3])[np.argsort(wanted)[:number]])
+        assert choose_layers(Program(settings), number) == best
+    with pytest.raises(UserError, match="--keep auto:3: 3 layers are replaced; keep fewer"):
+        choose_layers(Program(settings), 3)
+
+
+def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """By default: layers to keep are chosen once, microbatches fit into memory, and the teacher and
+    windows alone are trained as long."""
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax", block="llama", num_layers=3),
+        training=replace(small.training, sample_tokens=0),
+    )
+    teacher, workdir = tmp_path / "teacher", tmp_path / "linear"
+    teacher.mkdir()
+    train(prepare_run(chosen, teacher))
+    arguments = ["--model", str(teacher), "--workdir", str(workdir), "--keep", "auto:1"]
+    arguments += ["--attention", "log_window:window_size=4", "--steps", "8"]
+    arguments += ["--initialization-tokens", "512"]
+    measured = program.memory_of
+
+    def large(update):  # with more than two sequences at once
+        memory = measured(update)
+        return memory._replace(workspace=memory.workspace * 10**5)
+
+    monkeypatch.setattr(program, "memory_of", large)
+    smallest = []
+    monkeypatch.setattr(memory_module.Limits, "allow", lambda self, memory: smallest[-1](memory))
+    smallest.append(lambda memory: memory.workspace < 10**5 * 2.2e6)
+    assert command(monkeypatch, *arguments) == 0
+    said = capsys.readouterr().out
+    (kept,) = re.findall(r"^layers to keep: (\d)$", said, re.M)
+    assert re.search(r"^linearized: to fit into memory: microbatches of \d sequences", said, re.M)
+    results = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
+    names = ["teacher", "linearized", "teacher trained further", "windows alone"]
+    assert [row["name"] for row in results] == names
+    assert [row["tokens"] for row in results] == [0, *[8 * 256] * 3]
+    assert results[0]["divergence"]["32"] < results[1]["divergence"]["32"]
+    layers = ["log_window"] * 3
+    layers[int(kept)] = "softmax"
+    assert [*load_run(workdir)[0].config.layer_pattern] == layers
+    windows = load_run(f"{workdir}-window")[0].config
+    assert windows.layer_pattern[int(kept)] == "softmax"
+    assert windows.mechanisms()[1 - int(kept) // 2].window_size == 4
+    steps = load_config(workdir / "config.json").training.accumulation_steps
+    assert steps > 1
+    smallest.append(lambda memory: True)
+    assert command(monkeypatch, *arguments) == 0  # resumes with the same layers and microbatches
+    said = capsys.readouterr().out
+    assert f"layers to keep: {kept}" in said
+    assert said.count("nothing is left to train") == 3
+    assert load_config(workdir / "config.json").training.accumulation_steps == steps
+    wrong = [*arguments[:5], "auto:1", "0", *arguments[6:]]
+    assert command(monkeypatch, *wrong) == 2
+    assert "--keep auto:1 0: give auto:N alone" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -279,6 +402,7 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     train(prepare_run(chosen, teacher, dataset=dataset))
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
     arguments += ["--model.dtype", "bfloat16", "--model.remat"]  # not of the architecture
+    arguments += ["--no-baselines"]
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
     assert not (tmp_path / f"linear{linearize.TRANSFER_SUFFIX}").exists()
     results = json.loads((tmp_path / "linear" / linearize.RESULTS_FILE).read_text())["results"]
@@ -309,6 +433,7 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(
     teacher.mkdir()
     train(prepare_run(chosen, teacher, dataset=dataset))
     arguments = ["--model", str(teacher), "--workdir", str(workdir), "--lora-rank", "2"]
+    arguments += ["--initialization-tokens", "0", "--no-baselines"]
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
     ours, theirs = (
         flatten_with_names(nnx.state(load_run(folder)[0], nnx.Param))
@@ -323,7 +448,9 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(
     arguments[3] = str(tmp_path / "hedgehog")
     few = "--attention log:features=hedgehog --transfer-steps 1 --steps 1"
     assert command(monkeypatch, *arguments, *few.split()) == 0
-    of_stage = re.findall(r"^stage \d.*from the teacher: (.*)$", capsys.readouterr().out, re.M)
+    of_stage = re.findall(
+        r"^(?:stage 1|linearized).*from the teacher: (.*)$", capsys.readouterr().out, re.M
+    )
     features = {"attention.key_features", "attention.query_features"}
     assert {*of_stage[0].split(", ")} == features
     assert features < {*of_stage[1].split(", ")}  # and low-rank additions
@@ -402,6 +529,7 @@ def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys)
         ("teacher", "imported", "imported holds a run of another architecture"),
     ):
         arguments = ["--model", str(tmp_path / teacher), "--workdir", str(tmp_path / workdir)]
+        arguments += ["--transfer-steps", "1"]
         assert command(monkeypatch, *arguments) == 2
         assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / f"imported{linearize.TRANSFER_SUFFIX}").exists(), "nothing was trained"

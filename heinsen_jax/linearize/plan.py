@@ -8,6 +8,7 @@ from heinsen_jax.config.load import load_config
 from heinsen_jax.config.override import override
 from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
 from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.load import load_architecture
@@ -15,12 +16,23 @@ from heinsen_jax.runs.record import CONFIG_FILE, DATA_FILE
 from heinsen_jax.training.config import DistillationConfig, ExperimentConfig, OptimizerConfig
 from heinsen_jax.typing import config_dataclass
 
-TRANSFER_SUFFIX = "-transfer"
-"""Suffix of the folder of stage 1."""
+TRANSFER_SUFFIX, FURTHER_SUFFIX, WINDOW_SUFFIX = "-transfer", "-teacher", "-window"
+"""Suffixes of the folders of stage 1, of the teacher trained further, and of windows alone."""
+SUFFIXES = TRANSFER_SUFFIX, FURTHER_SUFFIX, WINDOW_SUFFIX
+FIRST_STAGE, SECOND_STAGE = "stage 1", "linearized"
+FURTHER, WINDOW = "teacher trained further", "windows alone"
+"""Names of the stages and baselines."""
+WINDOW_SIZE = 64
+"""Size of these windows, in tokens, unless the new layers have one."""
+NO_TEACHER = DistillationConfig()
 COMPUTATION = {
     f"__model.{name}" for name in ("dtype", "param_dtype", "remat", "no_remat", "remat_policy")
 }
 """Fields of the model that do not change its architecture."""
+
+
+CHOSEN = {"__training.accumulation_steps", "__model.remat", "__model.no_remat"}
+"""Fields that are chosen by the memory, unless they are given."""
 
 
 @config_dataclass
@@ -33,12 +45,17 @@ class Options:
     """Folder of the linearized model's run."""
     data: str | None = None
     """Text to train on; the teacher's data when None."""
-    attention: str = "log_window"
-    """Mechanism of the new layers, as mechanism:option=value,..."""
+    attention: tuple[str, ...] = ("log_window",)
+    """Mechanism of the new layers, as mechanism:option=value,...; of several, a pattern that is
+    repeated over the layers, such as 3*gated_deltanet sliding_window."""
     keep: tuple[str, ...] = ()
-    """Layers that stay as they are: indices from 0, or slices such as 3::4."""
-    transfer_steps: int = 500
-    """Updates of stage 1; 0 to leave it out."""
+    """Layers that stay as they are: indices from 0, or slices such as 3::4; or auto:N, for the N
+    layers that, if they stay, reduce the divergence from the teacher most."""
+    initialization_tokens: int = 4096
+    """Tokens of the training text on which new layers are fitted to the teacher's before the first
+    update, and layers to keep are chosen; 0 for neither."""
+    transfer_steps: int = 0
+    """Updates of stage 1."""
     transfer_learning_rate: float = 1e-2
     """Peak learning rate of stage 1."""
     steps: int = 500
@@ -48,6 +65,9 @@ class Options:
     lora_rank: int | None = None
     """In stage 2, train only new parameters and low-rank additions of this rank to the projections
     of attention (LoRA); all parameters when None."""
+    baselines: bool = True
+    """Train two further models on as many tokens, for the table: the teacher itself, and a model
+    with windows in place of the new layers."""
     restart: bool = False
     """Repeat both stages; earlier runs are moved into subfolders."""
     allow_change: bool = False
@@ -62,6 +82,11 @@ class Stage(NamedTuple):
     experiment: ExperimentConfig
 
 
+def name_of(option: str) -> str:
+    """The name of an option such as --training.log-every=10, with underscores."""
+    return option.partition("=")[0].replace("-", "_")
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse overrides of fields that differ by stage.
 
@@ -69,7 +94,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
       UserError: an override sets one of these fields.
     """
     for option in overrides:
-        name = option.partition("=")[0].replace("-", "_")
+        name = name_of(option)
         is_own = name.startswith(("__distillation", "__training.steps", "__model"))
         if is_own and name not in COMPUTATION:
             raise UserError(
@@ -108,6 +133,11 @@ def plan_stages(
     teacher: ExperimentConfig, options: Options, overrides: Sequence[str]
 ) -> list[Stage]:
     model = linear_layers(teacher.model, options.attention, options.keep)
+    if options.initialization_tokens < 0:
+        raise UserError(
+            f"--initialization-tokens {options.initialization_tokens}: must not be negative; give "
+            "0 to leave the fit out"
+        )
     if options.steps < 1:
         raise UserError(f"--steps {options.steps}: must be at least 1; give more")
     if options.transfer_steps < 0:
@@ -122,27 +152,50 @@ def plan_stages(
         )
     base = replace(
         teacher,
-        model=model,
-        seed=teacher.seed + 1,  # other batches than the teacher's
         optimizer=replace(teacher.optimizer, warmup_steps=_warmup(teacher, options)),
-        training=replace(teacher.training, steps=options.steps, z_loss=0.0),
+        training=replace(teacher.training, z_loss=0.0),
     )
     settings = DistillationConfig(
-        teacher=options.model, divergence_weight=options.divergence_weight
+        teacher=options.model,
+        divergence_weight=options.divergence_weight,
+        initialization_tokens=options.initialization_tokens,
     )
-    finetuning = override(replace(base, distillation=settings), overrides)
-    stages = []
+
+    def experiment(
+        model: LanguageModelConfig, steps: int, distillation: DistillationConfig, seed: int = 2
+    ) -> ExperimentConfig:
+        # other batches than the teacher's, and in stage 1 than in stage 2
+        changed = {"model": model, "distillation": distillation, "seed": teacher.seed + seed}
+        changed["training"] = replace(base.training, steps=steps)
+        return override(replace(base, **changed), overrides)
+
+    stages, steps = [], options.steps
+    student = settings if options.lora_rank is None else replace(settings, trained="new")
+    tuned = model if options.lora_rank is None else with_lora(model, options.lora_rank)
     if options.transfer_steps and new_parameters(model, teacher.model):
         folder, rate = options.workdir + TRANSFER_SUFFIX, options.transfer_learning_rate
-        transfer = attention_transfer(finetuning, options.transfer_steps, rate)
-        stages.append(Stage("stage 1", folder, transfer))
-        settings = replace(settings, start=folder)
-    if options.lora_rank is not None:
-        model = with_lora(finetuning.model, options.lora_rank)
-        finetuning, settings = replace(finetuning, model=model), replace(settings, trained="new")
-    # other batches than in stage 1
-    finetuning = replace(finetuning, distillation=settings, seed=finetuning.seed + 1)
-    return [*stages, Stage("stage 2", options.workdir, finetuning)]
+        first = experiment(model, options.transfer_steps, settings, seed=1)
+        transfer = attention_transfer(first, options.transfer_steps, rate)
+        stages.append(Stage(FIRST_STAGE, folder, transfer))
+        student = replace(student, start=folder, initialization_tokens=0)
+        steps += options.transfer_steps
+    second = experiment(tuned, options.steps, student)
+    stages.append(Stage(SECOND_STAGE, options.workdir, second))
+    if not options.baselines:
+        return stages
+    further = experiment(replace(teacher.model, lora_rank=options.lora_rank), steps, NO_TEACHER)
+    further = replace(further, training=replace(further.training, start=options.model))
+    stages.append(Stage(FURTHER, options.workdir + FURTHER_SUFFIX, further))
+    sizes = [size for x in model.mechanisms() if (size := getattr(x, "window_size", None))]
+    window = f"sliding_window:window_size={[*sizes, WINDOW_SIZE][0]}"
+    alone = linear_layers(teacher.model, window, options.keep)
+    if alone != model:
+        if options.lora_rank is not None:
+            alone, settings = with_lora(alone, options.lora_rank), replace(settings, trained="new")
+        stages.append(
+            Stage(WINDOW, options.workdir + WINDOW_SUFFIX, experiment(alone, steps, settings))
+        )
+    return stages
 
 
 def _warmup(teacher: ExperimentConfig, options: Options) -> int:
@@ -168,11 +221,10 @@ def attention_transfer(
     Returns:
       The experiment of stage 1, with the data and the architecture of stage 2.
     """
-    teacher = finetuning.distillation.teacher
     return replace(
         finetuning,
         training=replace(finetuning.training, steps=steps, sample_tokens=0),
-        distillation=DistillationConfig(teacher=teacher, target="attention", trained="new"),
+        distillation=replace(finetuning.distillation, target="attention", trained="new"),
         optimizer=OptimizerConfig(
             learning_rate=learning_rate,
             end_learning_rate=learning_rate / 100,

@@ -39,7 +39,7 @@ COPIED = {field.name for field in fields(RotaryOptions)} | {"positions", "output
 
 
 def linear_layers(
-    teacher: LanguageModelConfig, attention: str, keep: Sequence[str] = ()
+    teacher: LanguageModelConfig, attention: str | Sequence[str], keep: Sequence[str] = ()
 ) -> LanguageModelConfig:
     """The teacher's architecture with another mechanism in all layers of attention with keys and
     values of single tokens, but those to keep. Layers whose state is a matrix, and short
@@ -51,7 +51,8 @@ def linear_layers(
 
     Args:
       teacher: the teacher's architecture.
-      attention: `mechanism:option=value,...`.
+      attention: `mechanism:option=value,...`, or a pattern of several, which is repeated over all
+        layers.
       keep: indices or slices of layers that stay as they are.
 
     Raises:
@@ -62,15 +63,13 @@ def linear_layers(
       >>> [str(layer) for layer in linear_layers(teacher, "taylor", ["3::4"]).layers]
       ['taylor', 'taylor', 'taylor', 'softmax']
     """
-    chosen, *others = single_layers(parse_pattern([attention]))
-    if others:
-        raise UserError(f"attention={attention!r}: repeats are not allowed; choose layers by keep")
-    if chosen.norm_after or not chosen.has_mlp:
+    pattern = single_layers(parse_pattern([attention] if isinstance(attention, str) else attention))
+    if any(layer.norm_after or not layer.has_mlp for layer in pattern):
         raise UserError(
             f"attention={attention!r}: norms and MLPs stay where the teacher has them; leave out "
             "norm_after and has_mlp"
         )
-    if any("+" in mechanism for mechanism in (chosen.mechanism, *teacher.layer_pattern)):
+    if any("+" in x for x in (*(layer.mechanism for layer in pattern), *teacher.layer_pattern)):
         raise UserError(
             f"attention={attention!r}: layers with mechanisms in parallel cannot be replaced, nor "
             "replace others; choose another teacher or mechanism"
@@ -83,7 +82,7 @@ def linear_layers(
         index = layer % len(old)
         new = old[index]
         if layer not in kept and not isinstance(modules[index], RECURRENT):
-            replaced = _replaced(teacher, modules[index], chosen)
+            replaced = _replaced(teacher, modules[index], pattern[layer % len(pattern)])
             new = replace(replaced, norm_after=new.norm_after, has_mlp=new.has_mlp)
         pairs.append((new, old[index]))
     return replace(teacher, attention=tuple(layer for layer, _ in shortest_period(pairs)))

@@ -125,6 +125,9 @@ class DistillationConfig:
     target: Literal["attention", "logits"] = "logits"
     """attention: the outputs of the teacher's attention layers, for those layers that have another
     mechanism, given the same inputs. logits: the teacher's predictions, and the next token."""
+    initialization_tokens: pydantic.NonNegativeInt = 0
+    """Tokens of the training text, rounded up to whole sequences, on which layers with another
+    mechanism are fitted to the teacher's before the first update (`training.initialization`)."""
     divergence_weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
     """logits: w, for the loss (1 - w) cross-entropy + w KL(teacher || model)."""
     trained: Literal["all", "new"] = "all"

@@ -2,12 +2,11 @@
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from heinsen_jax.runs.load import load_architecture, load_run
 from heinsen_jax.sharding import put, shardings
 from heinsen_jax.storage.files import storage_errors, write_atomically
 from heinsen_jax.training.config import DistillationConfig
+from heinsen_jax.training.layerwise import replaced_layers, through_layers
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree
 
 TEACHER_FILE = "teacher.sha256"
@@ -100,11 +100,8 @@ class Distillation:
 
     @property
     def replaced(self) -> list[bool]:
-        """Whether each layer has another mechanism, or other options, than the teacher's; for the
-        shortest common period of both layer patterns."""
-        ours, theirs = (_mechanisms(config) for config in (self.model, self.teacher.config))
-        period = range(math.lcm(len(ours), len(theirs)))
-        return [ours[i % len(ours)] != theirs[i % len(theirs)] for i in period]
+        """`replaced_layers`."""
+        return replaced_layers(self.model, self.teacher.config)
 
     @classmethod
     def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
@@ -243,50 +240,38 @@ class Distillation:
     ) -> Float[Array, "B T"]:
         """The squared errors of the outputs of replaced attention layers, relative to the mean
         square of the teacher's at the tokens of the mask in this batch or microbatch; the mean over
-        these layers. All layers have the teacher's inputs."""
-        replaced = self.replaced
-        ours, theirs = (_layers(each, len(replaced)) for each in (model, teacher))
+        these layers. All layers have the teacher's inputs, which are computed once."""
 
-        def through_period(
-            carry: tuple[Features, Array], parameters: tuple[list[nnx.State], list[nnx.State]]
+        def visit(
+            ours: Block,
+            theirs: Block,
+            is_replaced: bool,
+            carry: tuple[Features, Array],
+            element: None,
         ) -> tuple[tuple[Features, Array], None]:
+            del element
             x, errors = carry
-            for place, is_replaced in enumerate(replaced):
-                block = nnx.merge(theirs[place].graph, parameters[1][place])
-                normed, inputs, _ = block.attention_input(x, segment_ids=segment_ids)
-                wanted = block.attention(inputs, segment_ids=segment_ids)
-                if is_replaced:
-                    other = nnx.merge(ours[place].graph, parameters[0][place]).attention
-                    outputs = other(inputs, segment_ids=segment_ids)
-                    errors = errors + _relative_errors(outputs, wanted, mask)
-                x, _ = block.after_attention(x, normed, wanted, segment_ids=segment_ids)
+            normed, inputs, _ = theirs.attention_input(x, segment_ids=segment_ids)
+            wanted = theirs.attention(inputs, segment_ids=segment_ids)
+            if is_replaced:
+                graph, parameters = nnx.split(ours.attention)
+
+                def error(parameters: nnx.State, inputs: Features, wanted: Features) -> Array:
+                    outputs = nnx.merge(graph, parameters)(inputs, segment_ids=segment_ids)
+                    return _relative_errors(outputs, wanted, mask)
+
+                if model.config.remat:
+                    policy = getattr(jax.checkpoint_policies, model.config.remat_policy)
+                    error = jax.checkpoint(error, prevent_cse=False, policy=policy)
+                errors = errors + error(parameters, inputs, wanted)
+            x, _ = theirs.after_attention(x, normed, wanted, segment_ids=segment_ids)
             return (x, errors), None
 
-        if model.config.remat:
-            policy = getattr(jax.checkpoint_policies, model.config.remat_policy)
-            through_period = jax.checkpoint(through_period, prevent_cse=False, policy=policy)
-        parameters = [x.parameters for x in ours], [x.parameters for x in theirs]
         x, _ = teacher.embedded(tokens, segment_ids)
         start = x, jnp.zeros(tokens.shape, jnp.float32)
-        (_, errors), _ = lax.scan(through_period, start, parameters)
+        (_, errors), _ = through_layers(model, teacher, visit, start)
+        replaced = self.replaced
         return errors / (sum(replaced) * model.config.num_layers // len(replaced))
-
-
-class _Stack(NamedTuple):
-    """Blocks of equal mechanism: their graph, and their parameters, stacked."""
-
-    graph: nnx.GraphDef[Block]
-    parameters: nnx.State
-
-
-def _layers(model: LanguageModel, period: int) -> list[_Stack]:
-    """The blocks at each place of a period, which is a multiple of the layer pattern."""
-    pattern, stacks = len(model.blocks), []
-    for place in range(period):
-        graph, parameters = nnx.split(model.blocks[place % pattern])
-        every = slice(place // pattern, None, period // pattern)
-        stacks.append(_Stack(graph, jax.tree.map(lambda x, every=every: x[every], parameters)))
-    return stacks
 
 
 def _relative_errors(
@@ -297,12 +282,3 @@ def _relative_errors(
     total = jnp.sum(jnp.sum(wanted**2, -1) * mask)
     mean = jnp.maximum(total / jnp.maximum(jnp.sum(mask), 1), jnp.finfo(jnp.float32).tiny)
     return jnp.sum((outputs - wanted) ** 2, -1) / mean
-
-
-def _mechanisms(model: LanguageModelConfig) -> list[tuple[str, dict[str, Any]]]:
-    """The mechanism of each layer of the pattern, with the options that change its result."""
-    pairs = zip(model.layer_pattern, model.mechanisms(), strict=True)
-    return [
-        (name, {k: v for k, v in vars(config).items() if k != "implementation"})
-        for name, config in pairs
-    ]

@@ -1,6 +1,7 @@
 """The training loop: from configurations to a trained model in a run's folder."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import shlex
@@ -93,15 +94,33 @@ def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingRe
         return run()
 
 
-def check_fits(prepared: Prepared) -> None:
-    """Compile the update of a run that begins later, and check that it fits into memory.
+def fit_into_memory(prepared: Prepared) -> str | None:
+    """Choose the number of microbatches of a run that begins later, and whether activations are
+    recomputed, so that its update fits into the memory.
+
+    Returns:
+      The choice, in words; None if it fits as it is.
 
     Raises:
-      UserError: it does not fit.
+      UserError: it does not fit with any.
     """
-    with jax.set_mesh(prepared.settings.mesh):
-        program = Program(prepared.settings)
-        program.check_memory(program.compile())
+    settings = prepared.settings
+    with jax.set_mesh(settings.mesh):
+        program = Program(settings)
+        if not (choices := program.settings_that_fit()):
+            program.check_memory(program.compile())
+            raise AssertionError
+    chosen, config = choices[0], settings.config
+    model = dataclasses.replace(config.model, remat=chosen.remat)
+    steps = chosen.accumulation_steps
+    training = dataclasses.replace(config.training, accumulation_steps=steps)
+    if (model, training) == (config.model, config.training):
+        return None
+    config = dataclasses.replace(config, model=model, training=training)
+    prepared.settings = dataclasses.replace(settings, config=config)
+    rows = config.data.batch_size // steps
+    also = ", activations recomputed (model.remat)" if chosen.remat else ""
+    return f"to fit into memory: microbatches of {rows} sequences{also}"
 
 
 class _Due(NamedTuple):
@@ -199,6 +218,8 @@ class _Run:
     def _first_state(self, start: int | None) -> TrainState:
         """The state of a checkpoint, or the initial one."""
         if start is None:
+            if tokens := self.config.distillation.initialization_tokens:
+                self.reporter.line(f"fitting new layers to the teacher's on {tokens:,} tokens")
             return self.program.initial_state()
         self.reporter.line(f"continuing {self.folder} from step {start}")
         return self.checkpoints.restore(start, self.program.abstract)

@@ -125,25 +125,23 @@ class Limits:
         )
 
 
-def check_memory(
+def settings_that_fit(
     limits: Limits,
     memory: Memory,
     setting: Setting,
     measure: Callable[[int, bool], Memory | None],
-) -> None:
-    """Check that an update fits into the memory, before it is allocated.
+) -> list[Setting]:
+    """Settings with which an update should fit into the memory: the given one alone, if it fits;
+    else the same batch in more microbatches, as it is and with rematerialization.
 
     Args:
       limits: the memory that is available.
       memory: the memory of the update.
       setting: its batch size, accumulation and rematerialization.
       measure: the memory of an update with other `accumulation_steps` and `remat`.
-
-    Raises:
-      UserError: it does not fit; the message names settings that should.
     """
     if limits.allow(memory):
-        return
+        return [setting]
     most, choices = setting.batch_size // setting.parts, []
     for remat in dict.fromkeys((setting.remat, True)):
         smallest = memory if (remat, setting.rows) == (setting.remat, 1) else measure(most, remat)
@@ -157,13 +155,35 @@ def check_memory(
             for rows in range(most, 0, -1)
             if most % rows == 0 and limits.allow(_with_rows(smallest, slope, rows))
         )
-        rows = next(fitting, 1)
-        small = f"data.batch_size={rows * setting.parts} with training.accumulation_steps=1"
-        also = "" if remat == setting.remat else "model.remat=True and "
-        choices.append(f"{also}training.accumulation_steps={most // rows}, or {also}{small}")
+        steps = most // next(fitting, 1)
+        choices.append(setting._replace(accumulation_steps=steps, remat=remat))
+    return choices
+
+
+def check_memory(
+    limits: Limits,
+    memory: Memory,
+    setting: Setting,
+    measure: Callable[[int, bool], Memory | None],
+) -> None:
+    """Check that an update fits into the memory, before it is allocated. Arguments are as for
+    `settings_that_fit`.
+
+    Raises:
+      UserError: it does not fit; the message names settings that should.
+    """
+    choices = settings_that_fit(limits, memory, setting, measure)
+    if choices == [setting]:
+        return
+    remedies = []
+    for choice in choices:
+        also = "" if choice.remat == setting.remat else "model.remat=True and "
+        small = f"data.batch_size={choice.rows * choice.parts} with training.accumulation_steps=1"
+        steps = f"training.accumulation_steps={choice.accumulation_steps}"
+        remedies.append(f"{also}{steps}, or {also}{small}")
     remedy = (
-        f"set {'; or '.join(choices)}"
-        if choices
+        f"set {'; or '.join(remedies)}"
+        if remedies
         else "one sequence at a time with model.remat=True does not fit either: set a smaller "
         "data.sequence_length, or use a smaller model, or more memory"
     )

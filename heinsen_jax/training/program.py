@@ -1,6 +1,7 @@
 """The programs of a run: its compiled update, its evaluation, and their arguments."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
@@ -14,9 +15,17 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_tok
 from heinsen_jax.objectives.evaluation import evaluate, make_evaluation_step
 from heinsen_jax.objectives.objective import objective_of
 from heinsen_jax.runtime.distributed import together
-from heinsen_jax.sharding import batch_sharding, share_of_process
+from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.distillation import Distillation
-from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
+from heinsen_jax.training.initialization import fit_to_teacher
+from heinsen_jax.training.memory import (
+    Limits,
+    Memory,
+    Setting,
+    check_memory,
+    memory_of,
+    settings_that_fit,
+)
 from heinsen_jax.training.optimizer import (
     describe_warmup,
     learning_rates,
@@ -112,20 +121,27 @@ class Program:
         are allocated, and describe the memory of the host."""
         if (memory := memory_of(update)) is None:
             return []
-
-        def measure(accumulation_steps: int, remat: bool) -> Memory | None:
-            model = dataclasses.replace(self.model, remat=remat)
-            return memory_of(self.compile(accumulation_steps, model))
-
         limits = Limits(self.abstract)
-        setting = Setting(
-            self.data.batch_size,
-            self.training.accumulation_steps,
-            self.mesh.shape["data"] * self.mesh.shape["fsdp"],
-            self.model.remat,
-        )
-        check_memory(limits, memory, setting, measure)
+        check_memory(limits, memory, self._setting, self._measure)
         return [limits.describe(memory)]
+
+    def settings_that_fit(self) -> list[Setting]:
+        """Settings of the same batch with which the update should fit into the memory, the current
+        ones alone if they do."""
+        if (memory := memory_of(self.compile())) is None:
+            return [self._setting]
+        return settings_that_fit(Limits(self.abstract), memory, self._setting, self._measure)
+
+    @property
+    def _setting(self) -> Setting:
+        parts = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        steps = self.training.accumulation_steps
+        return Setting(self.data.batch_size, steps, parts, self.model.remat)
+
+    def _measure(self, accumulation_steps: int, remat: bool) -> Memory | None:
+        """The memory of an update with other settings."""
+        model = dataclasses.replace(self.model, remat=remat)
+        return memory_of(self.compile(accumulation_steps, model))
 
     @cached_property
     def constants(self) -> tuple[nnx.State, ...]:
@@ -161,14 +177,39 @@ class Program:
             given = self.distillation and self.distillation.start()
             if self.training.start is not None:
                 given = start_weights(self.model, self.training.start)
-        return init_sharded(self.init, self.abstract, given)
+        state = init_sharded(self.init, self.abstract, given)
+        if (tokens := self.config.distillation.initialization_tokens) == 0:
+            return state
+        parameters = self._fitted(state.parameters, tokens)
+        average = None if state.average is None else jax.tree.map(jnp.copy, parameters)
+        return dataclasses.replace(state, parameters=parameters, average=average)
 
-    def batches(self, start: int) -> Iterator[Batch]:
-        """Batches of this process, from a step on."""
+    def _fitted(self, parameters: nnx.State, tokens: int) -> nnx.State:
+        """The parameters, with new layers fitted to the teacher's on a number of tokens."""
+        distillation = self.distillation
+        assert distillation is not None
+
+        def fit(parameters: nnx.State, teacher: nnx.State, batch: Batch) -> nnx.State:
+            theirs = nnx.merge(nnx.graphdef(distillation.teacher), teacher)
+            return fit_to_teacher(nnx.merge(self.graph, parameters), theirs, batch)
+
+        batches = self.batches(0, batch_size=self.rows_of(tokens))
+        batch = shard_batch(next(batches), self.mesh)
+        placed = jax.tree.map(lambda x: x.sharding, self.abstract.parameters)
+        fitted = jax.jit(fit, out_shardings=placed, donate_argnums=0)
+        return fitted(parameters, *self.constants, batch)
+
+    def rows_of(self, tokens: int) -> int:
+        """Number of sequences of at least that many tokens together, which the mesh divides."""
+        parts = self._setting.parts
+        return max(math.ceil(tokens / (self.data.sequence_length * parts)), 1) * parts
+
+    def batches(self, start: int, *, batch_size: int | None = None) -> Iterator[Batch]:
+        """Batches of this process, from a step on, of the given or else the data's size."""
         process_index, process_count = share_of_process(self.mesh)
         return train_batches(
             self.dataset,
-            self.data,
+            dataclasses.replace(self.data, batch_size=batch_size or self.data.batch_size),
             seed=self.config.seed,
             start_step=start,
             process_index=process_index,

@@ -41,6 +41,7 @@ from heinsen_jax.interop.transformers.names import (
     OTHER_NAMES,
     TEXT_PREFIXES,
 )
+from heinsen_jax.interop.transformers.rewriting import with_output_gates
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.config import Dtype
 from heinsen_jax.models.conversion import without_lora
@@ -244,6 +245,8 @@ def to_pretrained(
 
     Any model of a supported architecture can be written, for example one with block `llama` and
     attention `gqa` that this package trained. Low-rank additions are added to their matrices.
+    A linearized Qwen 3 with layers of Gated DeltaNet is written as `qwen3_5_text`, a linearized
+    Llama with layers of Mamba-2 as `granitemoehybrid`.
 
     Args:
       model: the model.
@@ -268,6 +271,8 @@ def to_pretrained(
     only = None if path is None else family_of(others, path).model_type
     if any("lora" in name for name, _ in model.parameters()):
         model = without_lora(model)
+    if only in (None, "qwen3_5_text"):
+        model = with_output_gates(model) or model
     family = family_for(model.config, only)
     stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"
     if stored not in (known := get_args(StoredDtype)):

@@ -329,7 +329,8 @@ def test_layers_are_chosen_by_the_divergence(small, tmp_path):  # noqa: F811
         wanted.append(float(jnp.mean(jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1))))
     for layer, want in zip((0, 2, 3), wanted, strict=True):
         mask = jnp.arange(4) == layer
-        have = _divergence(student, teacher, batch, mask)
+        features, _ = teacher.features(batch.tokens[:, :-1])
+        have = _divergence(student, teacher, features, batch, mask)
         assert float(have) == pytest.approx(want, rel=1e-4)
     for number in (1, 2):
         best = sorted(np.array([0, 2, 3])[np.argsort(wanted)[:number]])

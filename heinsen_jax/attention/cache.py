@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.ops.layout import varying_like
-from heinsen_jax.typing import Array, DTypeLike, Float, Integer, pytree_dataclass
+from heinsen_jax.typing import Array, Bool, DTypeLike, Float, Integer, pytree_dataclass
 
 AXIS = -3  # the axis of tokens of a window
 
@@ -181,3 +181,66 @@ class WindowCache:
             lax.slice_in_dim(x, length, length + self.size, axis=x.ndim + AXIS) for x in together
         )
         return together, WindowCache(kept, self.num_tokens + length)
+
+
+@pytree_dataclass
+class FirstAndLast:
+    """The last tokens and the first ones, of constant shape.
+
+    Attributes:
+      window: arrays of the last tokens.
+      first: arrays of the first tokens `[*B, count, heads, depth]`: the arrays of the window, and
+        others, if any.
+    """
+
+    window: WindowCache
+    first: tuple[Float[Array, "*B count G _"], ...]
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        shapes: Sequence[tuple[int, int]],
+        dtype: DTypeLike,
+        *,
+        size: int,
+        count: int,
+        others: Sequence[tuple[int, int]] = (),
+    ) -> FirstAndLast:
+        """No tokens, for arrays of `shapes` = (heads, depth) per token, and others of the first
+        tokens."""
+        window = WindowCache.empty(batch_shape, shapes, dtype, size)
+        first = (jnp.zeros((*batch_shape, count, *x), dtype) for x in (*shapes, *others))
+        return cls(window, tuple(first))
+
+    def append(self, *new: Array) -> tuple[tuple[Array, ...], Bool[Array, "T S"], FirstAndLast]:
+        """Append tokens `[*B, T, heads, depth]`.
+
+        Returns:
+          arrays: the arrays of the first tokens, of the window and of the new tokens, together
+            `[*B, S, heads, depth]`.
+          visible: which of them causal queries of the new tokens see, each token once, within
+            `size` tokens before them or among the first.
+          state: the state after the new tokens.
+        """
+        before, length = self.window.num_tokens, new[0].shape[AXIS]
+        size, count = self.window.size, self.first[0].shape[AXIS]
+        first = tuple(_kept(old, x, before) for old, x in zip(self.first, new, strict=True))
+        together, window = self.window.append(*new[: len(self.window.arrays)])
+        pairs = zip(first, together, strict=False)
+        arrays = tuple(jnp.concatenate(pair, AXIS) for pair in pairs)
+        at, place = before + jnp.arange(length), before - size + jnp.arange(size + length)
+        near = (place >= count)[None] & (at[:, None] - place[None] <= size)
+        near = near & (place[None] <= at[:, None])
+        earlier = jnp.arange(count)[None] <= at[:, None]
+        return arrays, jnp.concatenate([earlier, near], 1), FirstAndLast(window, first)
+
+
+def _kept(old: Array, new: Array, num_tokens: Array) -> Array:
+    """The first tokens `[*B, count, G, F]`; `new` may contain some of them."""
+    if new.shape[AXIS] == 0:
+        return old
+    place = jnp.arange(old.shape[AXIS]) - num_tokens
+    taken = jnp.take(new, jnp.clip(place, 0, new.shape[AXIS] - 1), AXIS)
+    is_new = (place >= 0) & (place < new.shape[AXIS])
+    return jnp.where(is_new[:, None, None], taken.astype(old.dtype), old)

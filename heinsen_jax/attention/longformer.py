@@ -9,21 +9,18 @@ import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.cache import WindowCache
+from heinsen_jax.attention.cache import FirstAndLast
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.local import longformer_attention
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import (
-    Array,
     Features,
-    Float,
     Keys,
     Mixed,
     Query,
     Values,
     config_dataclass,
-    pytree_dataclass,
 )
 
 
@@ -42,21 +39,7 @@ class LongformerConfig(HeadsConfig):
         return Capabilities(causal=True, bidirectional=True, streaming=True)
 
 
-@pytree_dataclass
-class LongformerState:
-    """State: the last tokens and the global tokens.
-
-    Attributes:
-      window: keys and values of the last tokens.
-      first: keys and values of the global tokens, for all tokens and for each other,
-        `[*B, num_global_tokens, heads, depth]`.
-    """
-
-    window: WindowCache
-    first: tuple[Float[Array, "*B num_global G _"], ...]
-
-
-class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
+class LongformerAttention(HeadedAttention[LongformerConfig, FirstAndLast]):
     """Sliding windows, and a few global tokens with separate query, key and value projections.
 
     References:
@@ -75,8 +58,8 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         self.project_global = HeadProjection(*sizes, ("embed", "heads"), **options)
 
     def apply(
-        self, x: Features, call: CallArguments[LongformerState]
-    ) -> tuple[Features, LongformerState | None]:
+        self, x: Features, call: CallArguments[FirstAndLast]
+    ) -> tuple[Features, FirstAndLast | None]:
         heads, own = self.heads(x), self.heads(x, project=self.project_global)
         if call.state is not None:
             y, state = self._stream(heads, own, call.state)
@@ -95,45 +78,22 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         self,
         heads: tuple[Query, Keys, Values],
         own: tuple[Query, Keys, Values],
-        state: LongformerState,
-    ) -> tuple[Mixed, LongformerState]:
+        state: FirstAndLast,
+    ) -> tuple[Mixed, FirstAndLast]:
         query, key, value = heads
         own_query, own_key, own_value = own
-        length, count = query.shape[-3], self.config.num_global_tokens
-        num_tokens = state.window.num_tokens
-        new = key, value, own_key, own_value
-        first = tuple(_kept(old, x, num_tokens) for old, x in zip(state.first, new, strict=True))
-        (keys, values), window = state.window.append(key, value)
-        keys, values = (
-            jnp.concatenate(pair, -3) for pair in ((first[0], keys), (first[1], values))
-        )
-        at = num_tokens + jnp.arange(length)
-        slot = num_tokens - state.window.size + jnp.arange(state.window.size + length)
-        near = (slot >= count)[None] & (at[:, None] - slot[None] < self.config.window_size)
-        near = near & (slot[None] <= at[:, None])  # a global token is not also part of the window
-        earlier = jnp.arange(count)[None] <= at[:, None]
-        y = dot_product_attention(query, keys, values, mask=jnp.concatenate([earlier, near], 1))
-        y_global = dot_product_attention(own_query, *first[2:], mask=earlier)
-        y = jnp.where((at < count)[:, None, None], y_global, y)
-        return y, LongformerState(window, first)
+        count, before = self.config.num_global_tokens, state.window.num_tokens
+        arrays, visible, after = state.append(key, value, own_key, own_value)
+        y = dot_product_attention(query, *arrays, mask=visible)
+        y_global = dot_product_attention(own_query, *after.first[2:], mask=visible[:, :count])
+        is_global = before + jnp.arange(query.shape[-3]) < count
+        return jnp.where(is_global[:, None, None], y_global, y), after
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> LongformerState:
-        shapes, dtype = self.token_shapes, self.cache_dtype
-        window = WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
-        first = tuple(
-            jnp.zeros((*batch_shape, self.config.num_global_tokens, *shape), dtype)
-            for shape in (*shapes, *shapes)
+    ) -> FirstAndLast:
+        shapes, count = self.token_shapes, self.config.num_global_tokens
+        size = self.config.window_size - 1
+        return FirstAndLast.empty(
+            batch_shape, shapes, self.cache_dtype, size=size, count=count, others=shapes
         )
-        return LongformerState(window, first)
-
-
-def _kept(old: Array, new: Array, num_tokens: Array) -> Array:
-    """The first tokens `[*B, count, G, F]`; `new` may contain some of them."""
-    if new.shape[-3] == 0:
-        return old
-    place = jnp.arange(old.shape[-3]) - num_tokens
-    taken = jnp.take(new, jnp.clip(place, 0, new.shape[-3] - 1), -3)
-    is_new = (place >= 0) & (place < new.shape[-3])
-    return jnp.where(is_new[:, None, None], taken.astype(old.dtype), old)

@@ -1,13 +1,16 @@
 """Softmax attention over the nearest tokens, as a layer."""
 
-from typing import Unpack
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import pydantic
 
-from heinsen_jax.attention.base import Capabilities, OpKeywords
+from heinsen_jax.attention.base import CallArguments, Capabilities, OpKeywords
+from heinsen_jax.attention.cache import FirstAndLast
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import sliding_window_attention
-from heinsen_jax.ops.masks import Window
+from heinsen_jax.ops.masks import Global, Mask, Window
+from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
@@ -17,23 +20,30 @@ class SlidingWindowConfig(RotaryConfig):
 
     window_size: pydantic.PositiveInt = 256
     """Number of tokens that a query attends to, itself included; on each side if not causal."""
+    num_sinks: pydantic.NonNegativeInt = 0
+    """Number of first tokens of a sequence that all queries attend to, too (attention sinks)."""
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+        segments = not self.num_sinks
+        return Capabilities(causal=True, bidirectional=True, streaming=True, segments=segments)
 
-    def rule(self, is_causal: bool = True) -> Window:
-        return Window(self.reach(), 0 if is_causal else self.reach())
+    def rule(self, is_causal: bool = True) -> Mask:
+        window = Window(self.reach(), 0 if is_causal else self.reach())
+        if not self.num_sinks:
+            return window
+        return window | Global(((0, self.num_sinks),), visible_only=True)
 
     def reach(self) -> int:
         return self.window_size - 1
 
 
 class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
-    """Sliding-window attention; the state has the keys and values of one window.
+    """Sliding-window attention; the state has the keys and values of one window, and of the sinks.
 
     References:
-      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150, section 3.1.
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150, section 3.1; Xiao et al., 2024,
+      Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453.
     """
 
     Config = SlidingWindowConfig
@@ -50,6 +60,23 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
             key,
             value,
             local_window_size=self.config.window_size,
+            num_sinks=self.config.num_sinks,
             scale=self.config.scale,
             **keywords,
+        )
+
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[Any]
+    ) -> tuple[Mixed, Any]:
+        if not isinstance(call.state, FirstAndLast):
+            return super().attend(query, key, value, call)
+        query, key = self.with_positions(query, key, call.state.window.num_tokens)
+        arrays, visible, after = call.state.append(key, value)
+        return dot_product_attention(query, *arrays, mask=visible, scale=self.config.scale), after
+
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> Any:
+        if not (count := self.config.num_sinks):
+            return super().init_state(batch_shape, capacity=capacity)
+        return FirstAndLast.empty(
+            batch_shape, self.token_shapes, self.cache_dtype, size=self.config.reach(), count=count
         )

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from heinsen_jax.data import Batch, DataConfig, start_ids
 from heinsen_jax.data.pipeline import row_batches
+from heinsen_jax.linearize.layers import features_of
 from heinsen_jax.linearize.plan import FIRST_STAGE, Stage
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.readout import Readout
@@ -104,7 +105,7 @@ class Comparison:
         process_index, process_count = share_of_process(self.mesh)
         batches = row_batches(rows, data, process_index=process_index, process_count=process_count)
         sharded = (shard_batch(batch, self.mesh) for batch in batches)
-        return [(batch, _features(self.teacher, batch)) for batch in sharded]
+        return [(batch, features_of(self.teacher, batch)) for batch in sharded]
 
     def of_model(
         self, name: str, folder: str, *, best: bool = True, tokens: int = 0, seconds: float = 0.0
@@ -159,17 +160,11 @@ def _accuracy(model: LanguageModel, rows: Array, length: int) -> Float[Array, ""
 
 
 @jax.jit
-def _features(model: LanguageModel, batch: Batch) -> Features:
-    segment_ids = None if batch.segment_ids is None else batch.segment_ids[:, :-1]
-    return model.features(batch.tokens[:, :-1], segment_ids=segment_ids)[0]
-
-
-@jax.jit
 def _sums(
     model: LanguageModel, readout: Readout, batch: Batch, teacher_features: Features
 ) -> tuple[Float[Array, ""], Float[Array, ""], Integer[Array, ""]]:
     """Sums of the losses and of the divergences from the teacher, and their number."""
-    features, mask = _features(model, batch), jnp.asarray(batch.loss_mask)
+    features, mask = features_of(model, batch), jnp.asarray(batch.loss_mask)
     pair = features, readout, teacher_features, jnp.asarray(batch.targets)
     losses, divergences = (
         jnp.sum(distilled_losses(model.readout, *pair, divergence_weight=weight) * mask)

@@ -1,6 +1,7 @@
 """Choice of the layers that stay as they are."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from heinsen_jax.typing import Array, Bool, Features, Float
 
 AUTO = "auto:"
 """Prefix of the number of layers to choose."""
+TOKENS = 2048
+"""Maximum number of tokens on which layers are compared, up to one sequence."""
 
 
 def number_of(keep: Sequence[str]) -> int | None:
@@ -74,21 +77,34 @@ def choose_layers(program: Program, number: int) -> list[int]:
             f"--keep {AUTO}{number}: {len(candidates)} layers are replaced; keep fewer of them"
         )
     parameters = program.initial_state().parameters
-    tokens = program.config.distillation.initialization_tokens
+    tokens = min(program.config.distillation.initialization_tokens, TOKENS)
     batch = shard_batch(next(program.batches(0, batch_size=program.rows_of(tokens))), program.mesh)
     model = nnx.merge(program.graph, parameters)
     teacher = nnx.merge(nnx.graphdef(program.distillation.teacher), *program.constants)
     masks = np.eye(program.model.num_layers, dtype=bool)[candidates]
-    divergences = [float(_divergence(model, teacher, batch, jnp.asarray(x))) for x in masks]
+    wanted = features_of(teacher, batch)
+    measure = partial(_divergence, model, teacher, wanted, batch)
+    divergences = [float(measure(jnp.asarray(mask))) for mask in masks]
     chosen = np.argsort(divergences, kind="stable")[:number]
     return sorted(candidates[i] for i in chosen)
 
 
 @jax.jit
+def features_of(model: LanguageModel, batch: Batch) -> Features:
+    """The features of a model at the tokens of a batch, `[B, T, D]`."""
+    segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
+    return model.features(jnp.asarray(batch.tokens)[:, :-1], segment_ids=segment_ids)[0]
+
+
+@jax.jit
 def _divergence(
-    model: LanguageModel, teacher: LanguageModel, batch: Batch, keep: Bool[Array, "layers"]
+    model: LanguageModel,
+    teacher: LanguageModel,
+    wanted: Features,
+    batch: Batch,
+    keep: Bool[Array, "layers"],
 ) -> Float[Array, ""]:
-    """Mean divergence from the teacher of a model with some of the teacher's layers."""
+    """Mean divergence from the teacher, given its features, of a model with some of its layers."""
     segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
     tokens = jnp.asarray(batch.tokens)[:, :-1]
 
@@ -109,7 +125,6 @@ def _divergence(
 
     x, _ = model.embedded(tokens, segment_ids)
     x, _ = through_layers(model, teacher, visit, x, keep)
-    wanted, _ = teacher.features(tokens, segment_ids=segment_ids)
     losses = distilled_losses(
         *(model.readout, model.normed(x), teacher.readout, wanted, jnp.asarray(batch.targets)),
         divergence_weight=1.0,

@@ -25,6 +25,7 @@ def sliding_window_attention(
     value: Values,
     *,
     local_window_size: int | tuple[int, int],
+    num_sinks: int = 0,
     is_causal: bool = True,
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
@@ -34,7 +35,9 @@ def sliding_window_attention(
     """Softmax attention over the nearest tokens (Beltagy et al., 2020, section 3.1).
 
     A causal query attends to the last `local_window_size` tokens, itself included; otherwise to as
-    many on each side. A pair gives the numbers of tokens before and after it.
+    many on each side. A pair gives the numbers of tokens before and after it. All queries also
+    attend to the first `num_sinks` tokens of the array, each once: trained models give them much
+    weight (Xiao et al., 2024).
 
     Args, Returns, Raises: as `dot_product_attention`.
 
@@ -45,14 +48,20 @@ def sliding_window_attention(
       [2.0, 3.0, 8.0]
 
     References:
-      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150; Xiao et al., 2024, Efficient
+      Streaming Language Models with Attention Sinks, arXiv:2309.17453.
     """
+    rule, size = None, local_window_size
+    if num_sinks:
+        rule = masks.Window(*masks.reach(local_window_size, is_causal))
+        rule, size = rule | masks.Global(((0, num_sinks),), visible_only=True), None
     return dot_product_attention(
         query,
         key,
         value,
+        mask=rule,
         is_causal=is_causal,
-        local_window_size=local_window_size,
+        local_window_size=size,
         segment_ids=segment_ids,
         key_value_seq_lengths=key_value_seq_lengths,
         scale=scale,

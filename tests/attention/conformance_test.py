@@ -50,6 +50,10 @@ VARIANTS |= {
         },
     ),
     "sliding_window, itself": ("sliding_window", {"window_size": 1}),
+    "sliding_window, sinks": (
+        "sliding_window",
+        {"window_size": 5, "num_sinks": 3, "positions": "rotary", "num_kv_heads": 1},
+    ),
     "softmax, alibi": ("softmax", {"positions": "alibi"}),
     "hgrn2, lower bound": ("hgrn2", {"lower_bound": 0.3}),
     "log, hedgehog": ("log", {"features": "hedgehog", "decay": "feature", "values": "linear"}),
@@ -81,6 +85,7 @@ STREAMS = {
     "gqa+mamba2",
     "softmax, rotary",
     "sliding_window, rotary",
+    "sliding_window, sinks",
     "mla",
     "tglobal",
     "rmt",

@@ -65,6 +65,10 @@ VARIANTS |= {
     "sliding_window": ("sliding_window", {"window_size": 5}),
     "sliding_window, rotary": ("sliding_window", {"window_size": 5, "positions": "rotary"}),
     "sliding_window, itself": ("sliding_window", {"window_size": 1}),
+    "sliding_window, sinks": (
+        "sliding_window",
+        {"window_size": 4, "num_sinks": 3, "positions": "rotary"},
+    ),
     "dilated": ("dilated", {"window_size": 3, "dilation": 4}),
     "dilated, short": ("dilated", {"window_size": 2, "dilation": 3}),
     "longformer": ("longformer", {"window_size": 4, "num_global_tokens": 2}),

@@ -116,7 +116,8 @@ def anywhere(config: Any, behind: Array) -> Array:
 
 
 def within_window(config: Any, behind: Array) -> Array:
-    return np.abs(behind) < config.window_size
+    is_sink = np.arange(behind.shape[1])[None] < getattr(config, "num_sinks", 0)
+    return (np.abs(behind) < config.window_size) | is_sink
 
 
 def within_dilated_window(config: Any, behind: Array) -> Array:

@@ -122,11 +122,11 @@ class Comparison:
             recalled = None
             if isinstance(self.data, DataConfig):
                 fitting = [x for x in COPIED if 2 * x < self.longest]
-                recalled = {str(x): recall(model, self._strings(x), x) for x in fitting}
+                recalled = {str(x): recall(model, self.strings(x), x) for x in fitting}
         sizes = {str(x): model.state_size(x) for x in CONTEXTS if x <= self.longest}
         return Result(name, losses, divergences, recalled, sizes, tokens, seconds)
 
-    def _strings(self, length: int) -> np.ndarray:
+    def strings(self, length: int) -> np.ndarray:
         """Rows for `recall`: what documents start with, and two copies of a random string of the
         tokens of the text."""
         dataset = self.settings.dataset

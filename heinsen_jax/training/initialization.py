@@ -20,7 +20,7 @@ from heinsen_jax.models.blocks import Block
 from heinsen_jax.training.layerwise import through_layers
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Keys, Query
 
-RIDGE = 1e-2
+RIDGE = 0.1
 """Weight of the distance from the initial weights, relative to the mean square of the features."""
 
 
@@ -32,7 +32,7 @@ def fit_to_teacher(model: LanguageModel, teacher: LanguageModel, batch: Batch) -
         W = argmin_W |H W - Y|^2 + r |W - W_0|^2
 
     for the matrix W of its output projection, initially W_0, and the outputs H of its heads, with
-    r = 0.01 times the mean square of a feature of H, summed over tokens. Before that, log-attention
+    r = 0.1 times the mean square of a feature of H, summed over tokens. Before that, log-attention
     behind a window (`log_window`) gets the weight that tokens outside of the window have in the
     teacher's layer, by head, in the mean of the logarithms over the tokens.
 

@@ -18,9 +18,10 @@ from heinsen_jax.generate.__main__ import main as generate_main
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
 from heinsen_jax.interop.transformers import import_model
-from heinsen_jax.linearize.comparison import recall
+from heinsen_jax.linearize.comparison import Comparison, recall
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.runs.load import load_run
+from heinsen_jax.training.settings import resolve_settings
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply
 
@@ -39,14 +40,16 @@ def linearized(tmp_path_factory) -> Path:
         model=str(teacher),
         workdir=str(folder / "linear"),
         data=str(text),
-        attention="log_window:window_size=4",
+        attention=("log_window:window_size=4",),
+        baselines=False,
+        initialization_tokens=0,
         keep=("1",),
         transfer_steps=2,
         steps=2,
         lora_rank=2,
     )
     sizes = {"data.sequence-length": 16, "data.batch-size": 2, "data.cache": folder / "cache"}
-    sizes |= {"training.evaluation-batches": 2, "data.validation-fraction": 0.2}
+    sizes |= {"data.validation-fraction": 0.2}
     overrides = [word for name, x in sizes.items() for word in (f"--{name}", str(x))]
     assert linearize.linearize(options, overrides) == 0
     return folder / "linear"
@@ -81,17 +84,17 @@ def test_chat_has_the_state_of_a_pass_over_all_tokens(linearized):
 
 def test_evaluation_repeats_the_loss_of_the_table(linearized, monkeypatch, capsys):
     rows = json.loads((linearized / linearize.RESULTS_FILE).read_text())["results"]
-    arguments = ["evaluate", "--workdir", str(linearized), "--max-batches", "2"]
+    arguments = ["evaluate", "--workdir", str(linearized)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert evaluate.main() == 0
-    assert f"loss: {rows[-1]['loss']:.4f}" in capsys.readouterr().out
+    assert f"loss: {rows[-1]['loss']['16']:.4f}" in capsys.readouterr().out
 
 
 def test_recall_starts_with_the_token_that_texts_start_with(linearized, monkeypatch):
     """The model predicts the copies after <|begin|>, and nothing without it."""
     model, tokenizer, _ = load_run(linearized)
     experiment = load_config(linearized / "config.json")
-    length, size = experiment.data.sequence_length // 2, model.config.vocab_size
+    length, size = 8, model.config.vocab_size
 
     def copies(self, tokens):
         is_started = tokens[:, :1, None] == tokenizer.start_ids[0]
@@ -99,7 +102,9 @@ def test_recall_starts_with_the_token_that_texts_start_with(linearized, monkeypa
 
     monkeypatch.setattr(LanguageModel, "features", copies)
     monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
-    assert recall(model, data.load(experiment.data), experiment.data) == 1
+    settings = resolve_settings(experiment, data.load(experiment.data))
+    comparison = Comparison(experiment.distillation.teacher, settings)
+    assert recall(model, comparison.strings(length), length) == 1
 
 
 def test_the_hub_has_the_same_model(linearized, tmp_path):

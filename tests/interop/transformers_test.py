@@ -35,6 +35,7 @@ from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.load import Precision, load_run
 from heinsen_jax.runtime.arguments import parse
 from tests.conftest import GOLDEN_FOLDER
+from tests.golden.write_exports import TOKENS, linearized
 from tests.models.small import apply, random_model
 
 FOLDER = GOLDEN_FOLDER / "transformers"
@@ -238,6 +239,40 @@ def test_transformers_reads_what_is_written(name, tmp_path):
     folder = to_pretrained(model, tmp_path / "a", tokenizer=tokenizer)
     assert_same(tensors(folder), {k: np.float32(x) for k, x in tensors(FOLDER / name).items()})
     assert fields(folder) == json.loads((FOLDER / "exports.json").read_text())[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama3", "granitemoehybrid"), ("qwen3", "qwen3_5_text")]
+)
+def test_linearized_models_are_written(name, kind, tmp_path):
+    """As other families, which transformers has read with equal logits."""
+    model = linearized(name)
+    folder = to_pretrained(model, tmp_path / "a")
+    recorded = json.loads((FOLDER / "exports.json").read_text())[f"{name}_linearized"]
+    assert fields(folder) == recorded
+    assert recorded["model_type"] == kind
+    again, _ = from_pretrained(folder)
+    np.testing.assert_allclose(apply(again, TOKENS), apply(model, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "message"),
+    [
+        (
+            "qwen2",
+            "gated_deltanet",
+            r"hybrid: model.attention\[1\].norm_after is False, not True",
+        ),
+        ("qwen3", "kda", r"model\.attention is .'kda', 'gqa'., not "),
+        ("llama3", "log_window", r"model\.attention is .'log_window', 'gqa'., not "),
+    ],
+)
+def test_linearized_models_without_a_family_are_refused(name, attention, message, tmp_path):
+    teacher, _ = from_pretrained(FOLDER / name)
+    config = linear_layers(teacher.config, attention, ["1"])
+    with pytest.raises(UserError, match=message):
+        to_pretrained(LanguageModel(config, rngs=nnx.Rngs(0)), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_model_is_written_without_its_original(tmp_path):

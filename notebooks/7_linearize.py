@@ -99,9 +99,10 @@ options = Options(
     model=str(WORK / "imported"),
     workdir=str(WORK / "linear"),
     data=base.data.corpus,
-    attention="log_window:window_size=16",
+    attention=("log_window:window_size=16",),
     transfer_steps=60,
     steps=60,
+    baselines=False,
 )
 settings = {
     "data.cache": WORK,
@@ -118,7 +119,7 @@ rows = read_metrics(WORK / "linear-transfer")
 points = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 plt.figure(figsize=(6, 3.2))
 plt.plot(*zip(*points, strict=True), "o-")
-plt.xlabel("step of stage 1")
+plt.xlabel("step of attention transfer")
 plt.ylabel("relative error of attention layers")
 plt.yscale("log")
 plt.grid(alpha=0.3)

@@ -752,8 +752,8 @@ TRAINING_FAULTS = {
     ),
     "a stage 2 that may not fit into memory": Fault(
         "heinsen_jax/linearize/run.py",
-        "_fit(stage, prepared, overrides, restart=options.restart)",
-        "pass",
+        "_fit(stage, prepared, overrides)\n            for",
+        "pass\n            for",
         ("tests/linearize_test.py",),
     ),
     "overrides of a linearization that are ignored": Fault(

@@ -145,7 +145,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert command(monkeypatch, *arguments) == 0
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     names = [row["name"] for row in found]
-    assert names == ["teacher", "stage 1", "linearized"]
+    assert names == ["teacher", "attention transfer", "linearized"]
     length = str(chosen.data.sequence_length)
     losses = [row["loss"][length] for row in found]
     assert losses[0] == pytest.approx(wanted.metrics["loss"])
@@ -175,7 +175,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert command(monkeypatch, *arguments, "--transfer-steps", "50") == 2
     assert f"{workdir}-transfer has 40 of 50 updates; give --restart" in capsys.readouterr().err
     assert command(monkeypatch, *arguments, "--training.steps", "50") == 2
-    assert "--training.steps: differs by stage; give options of this" in capsys.readouterr().err
+    assert "--training.steps: differs by run; give options of this" in capsys.readouterr().err
     shutil.rmtree(teacher / "checkpoints")
     assert command(monkeypatch, *arguments, "--restart") == 2
     assert f"{teacher}" in capsys.readouterr().err
@@ -215,7 +215,7 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
     for folder in (workdir, whole):
         assert command(monkeypatch, *arguments, "--workdir", str(folder)) == 0
         found = json.loads((folder / linearize.RESULTS_FILE).read_text())["results"]
-        losses.append([row["loss"] for row in found])
+        losses.append([x for row in found for x in row["loss"].values()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     signals.append(signal.SIGTERM)  # in stage 1 of a restart, which the same command then resumes
     arguments += ["--workdir", str(workdir)]
@@ -262,6 +262,20 @@ def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys)
         patch.setattr(loop, "Tracer", Stopped)
         assert command(monkeypatch, *arguments) == 128 + signal.SIGTERM
     assert saved == [1, 2, 3, 4, 1, 2, 3]
+    with monkeypatch.context() as patch:  # after the last update of stage 1
+        late, wait = [signal.SIGTERM], Checkpoints.wait
+
+        def interrupted(self):
+            wait(self)
+            for number in late[:1]:
+                late.clear()
+                signal.raise_signal(number)
+
+        patch.setattr(Checkpoints, "wait", interrupted)
+        elsewhere = [*arguments, "--workdir", str(tmp_path / "late")]
+        assert command(monkeypatch, *elsewhere) == 128 + signal.SIGTERM
+    assert saved[7:] == [1, 2, 3, 4]
+    del saved[7:]
     said = capsys.readouterr().out
     assert "next, generate text" not in said
     assert command(monkeypatch, *arguments) == 0
@@ -271,7 +285,7 @@ def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys)
     assert said.count("next, generate text") == 1, "stage 2 alone is a model to generate with"
 
 
-def test_stage_2_must_fit_before_the_first_is_trained(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_all_runs_must_fit_before_the_first_is_trained(small, tmp_path, monkeypatch, capsys):  # noqa: F811
     chosen = replace(small, model=replace(small.model, attention="softmax"))
     chosen = replace(chosen, training=replace(chosen.training, sample_tokens=0, steps=2))
     teacher = tmp_path / "teacher"
@@ -377,7 +391,7 @@ def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys
     assert [*load_run(workdir)[0].config.layer_pattern] == layers
     windows = load_run(f"{workdir}-window")[0].config
     assert windows.layer_pattern[int(kept)] == "softmax"
-    assert windows.mechanisms()[1 - int(kept) // 2].window_size == 4
+    assert windows.mechanisms()[(int(kept) + 1) % 3].window_size == 4
     steps = load_config(workdir / "config.json").training.accumulation_steps
     assert steps > 1
     smallest.append(lambda memory: True)
@@ -386,9 +400,48 @@ def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys
     assert f"layers to keep: {kept}" in said
     assert said.count("nothing is left to train") == 3
     assert load_config(workdir / "config.json").training.accumulation_steps == steps
+    other = [*arguments[:5], "auto:2", *arguments[6:]]
+    assert command(monkeypatch, *other) == 2
+    assert "holds a run that keeps 1 layers; give that number" in capsys.readouterr().err
+    tuned = [*arguments, "--no-baselines", "--lora-rank", "2", "--transfer-steps", "2"]
+    tuned += ["--workdir", str(tmp_path / "tuned")]
+    assert command(monkeypatch, *tuned) == 0
+    assert command(monkeypatch, *tuned) == 0  # resumes with the same layers
+    tuned = load_config(tmp_path / "tuned/config.json")
+    assert [*tuned.model.layer_pattern].count("softmax") == 1
+    assert tuned.distillation.initialization_tokens == 0
+    capsys.readouterr()
     wrong = [*arguments[:5], "auto:1", "0", *arguments[6:]]
     assert command(monkeypatch, *wrong) == 2
     assert "--keep auto:1 0: give auto:N alone" in capsys.readouterr().err
+
+
+def test_documents_are_treated_alike_in_all_runs(small, tmp_path, monkeypatch):  # noqa: F811
+    """Not separated, if one of the models cannot; and losses at all lengths are compared."""
+    text = tmp_path / "documents"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"document {number} of a few words\n" * 30)
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax", block="llama"),
+        data=replace(small.data, corpus=str(text), cache=str(tmp_path / "cache")),
+        training=replace(small.training, sample_tokens=0, steps=2),
+    )
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    train(prepare_run(chosen, teacher))
+    for attention, documents in (
+        ("sliding_window:window_size=4,num_sinks=2", "continuous"),
+        ("log_window:window_size=4", None),
+    ):
+        workdir = tmp_path / str(documents)
+        arguments = ["--model", str(teacher), "--workdir", str(workdir), "--steps", "1"]
+        assert command(monkeypatch, *arguments, "--attention", attention) == 0
+        for suffix in ("", "-teacher", "-window"):
+            assert load_config(f"{workdir}{suffix}/config.json").data.documents == documents
+        first, *_ = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
+        assert [*first["loss"]] == ["32", "256", "1024", "4096"]
 
 
 @pytest.mark.nightly
@@ -450,7 +503,9 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(
     few = "--attention log:features=hedgehog --transfer-steps 1 --steps 1"
     assert command(monkeypatch, *arguments, *few.split()) == 0
     of_stage = re.findall(
-        r"^(?:stage 1|linearized).*from the teacher: (.*)$", capsys.readouterr().out, re.M
+        r"^(?:attention transfer|linearized): .*from the teacher: (.*)$",
+        capsys.readouterr().out,
+        re.M,
     )
     features = {"attention.key_features", "attention.query_features"}
     assert {*of_stage[0].split(", ")} == features
@@ -498,7 +553,7 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
         ("--transfer-learning-rate", "0", "--transfer-learning-rate 0.0: must be greater than 0"),
         ("--optimizer.beta1", "2", "--optimizer.beta1: .*less than 1"),  # of stage 2
         ("--transfer-steps", "-1", "--transfer-steps -1: must not be negative"),
-        ("--model.num-layers", "2", "--model.num-layers: differs by stage"),
+        ("--model.num-layers", "2", "--model.num-layers: differs by run"),
     ],
 )
 def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option, value, said):  # noqa: F811
@@ -523,8 +578,8 @@ def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys)
     (tmp_path / "imported/checkpoints").rmdir()
     (tmp_path / "link").symlink_to(tmp_path / "teacher")
     for teacher, workdir, said in (
-        ("teacher", "teacher", "a stage would be written to .*teacher, the folder of --model"),
-        ("link", "teacher", "a stage would be written to .*teacher, the folder of --model"),
+        ("teacher", "teacher", "a run would be written to .*teacher, the folder of --model"),
+        ("link", "teacher", "a run would be written to .*teacher, the folder of --model"),
         ("linear-transfer", "linear", "would be written to .*linear-transfer, the folder of --mod"),
         ("teacher", "other", "other: holds another run; give another folder, or --restart"),
         ("teacher", "imported", "imported holds a run of another architecture"),

@@ -219,7 +219,7 @@ class FirstAndLast:
         Returns:
           arrays: the arrays of the first tokens, of the window and of the new tokens, together
             `[*B, S, heads, depth]`.
-          visible: which of them causal queries of the new tokens see, each token once, within
+          visible: which of them causal queries of the new tokens attend to, each token once, within
             `size` tokens before them or among the first.
           state: the state after the new tokens.
         """

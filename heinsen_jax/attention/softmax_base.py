@@ -28,12 +28,14 @@ class MaskedConfig(HeadsConfig):
 
     def rule(self, is_causal: bool = True) -> Mask | None:
         """Rule for the visible keys, if causal among those up to the query; all when None. A rule
-        of limited span depends only on differences of positions."""
+        of limited span depends only on differences of positions, and on those of the first tokens
+        if they are visible to all."""
         del is_causal
         return None
 
     def reach(self) -> int | None:
-        """Maximum number of earlier tokens that are visible to a query; unlimited when None."""
+        """Maximum distance of earlier tokens that are visible to a query, apart from first tokens
+        that are visible to all; unlimited when None."""
         return None
 
     def num_visible(self, length: int, is_causal: bool) -> float:

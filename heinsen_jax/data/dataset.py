@@ -23,6 +23,12 @@ class Batch(NamedTuple):
     """int32 [*B, T]: labels to predict from `tokens[..., :-1]`; None for the next tokens."""
 
     @property
+    def input_segments(self) -> np.ndarray | Array | None:
+        """int32 [*B, T]: the segments of `tokens[..., :-1]`; None if tokens attend to the whole
+        row."""
+        return None if self.segment_ids is None else self.segment_ids[..., :-1]
+
+    @property
     def targets(self) -> np.ndarray | Array:
         """int32 [*B, T]: the labels, or the next tokens."""
         return self.tokens[..., 1:] if self.labels is None else self.labels

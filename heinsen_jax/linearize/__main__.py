@@ -3,16 +3,16 @@
 python -m heinsen_jax.linearize --model runs/teacher --workdir runs/linear
 
 New layers are first fitted to the teacher's on a few thousand tokens. Then the whole model is
-trained to predict the next token and the teacher's predictions; with --transfer-steps, after a
-stage 1 in which new parameters are trained to reproduce the outputs of the teacher's layers, given
-the same inputs. Two further models are trained for comparison, unless --no-baselines is given: the
-teacher itself, and one with windows alone. A table compares all. The runs are in the folders
-WORKDIR, WORKDIR-transfer, WORKDIR-teacher and WORKDIR-window; the same command resumes them.
-Microbatches are chosen so that they fit into memory.
+trained to predict the next token and the teacher's predictions; with --transfer-steps, after
+attention transfer, in which new parameters are trained to reproduce the outputs of the teacher's
+layers, given the same inputs. Two further models are trained for comparison, unless --no-baselines
+is given: the teacher itself, and one with windows alone. A table compares all. The runs are in the
+folders WORKDIR, WORKDIR-transfer, WORKDIR-teacher and WORKDIR-window; the same command resumes
+them. Microbatches are chosen so that they fit into memory.
 
 Further options set fields of all runs, as for train.py: --training.log-every 10, --mesh.fsdp 8.
-`--optimizer` options do not apply to stage 1. On several hosts run the same command on each:
-docs/pods.md.
+`--optimizer` options do not apply to attention transfer. On several hosts run the same command on
+each: docs/pods.md.
 """
 
 from heinsen_jax import linearize as package

@@ -13,7 +13,7 @@ from rich.table import Table
 from heinsen_jax.data import Batch, DataConfig, start_ids
 from heinsen_jax.data.pipeline import row_batches
 from heinsen_jax.linearize.layers import features_of
-from heinsen_jax.linearize.plan import FIRST_STAGE, Stage
+from heinsen_jax.linearize.plan import TRANSFER, Stage
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.readout import Readout
 from heinsen_jax.objectives.cross_entropy import distilled_losses, token_losses
@@ -100,7 +100,7 @@ class Comparison:
         if isinstance(data, DataConfig):
             data = replace(data, **sizes)
         rows = self.settings.dataset.validation_rows(data)[""][: max(TOKENS // length, 1)]
-        if length != self.data.sequence_length and not np.all(rows[0].loss_mask):
+        if length != self.data.sequence_length and np.mean(rows[0].loss_mask) < 0.5:  # padding
             return []
         process_index, process_count = share_of_process(self.mesh)
         batches = row_batches(rows, data, process_index=process_index, process_count=process_count)
@@ -182,7 +182,7 @@ def results_of(teacher: str, stages: Sequence[Stage], settings: Settings) -> lis
         experiment = stage.experiment
         per_update = tokens_per_update(experiment.data)
         cost = experiment.training.steps * per_update, _seconds(stage.folder, per_update)
-        is_first = stage.name == FIRST_STAGE  # stage 2 starts from its latest checkpoint
+        is_first = stage.name == TRANSFER  # distillation starts from its latest checkpoint
         if experiment.distillation.start is not None:
             cost = cost[0] + before[0], cost[1] + before[1]
         tokens, seconds = before = cost

@@ -92,8 +92,7 @@ def choose_layers(program: Program, number: int) -> list[int]:
 @jax.jit
 def features_of(model: LanguageModel, batch: Batch) -> Features:
     """The features of a model at the tokens of a batch, `[B, T, D]`."""
-    segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
-    return model.features(jnp.asarray(batch.tokens)[:, :-1], segment_ids=segment_ids)[0]
+    return model.features(batch.tokens[:, :-1], segment_ids=batch.input_segments)[0]
 
 
 @jax.jit
@@ -105,7 +104,7 @@ def _divergence(
     keep: Bool[Array, "layers"],
 ) -> Float[Array, ""]:
     """Mean divergence from the teacher, given its features, of a model with some of its layers."""
-    segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
+    segment_ids = jax.tree.map(jnp.asarray, batch.input_segments)
     tokens = jnp.asarray(batch.tokens)[:, :-1]
 
     def visit(

@@ -1,4 +1,4 @@
-"""Running both stages of a linearization."""
+"""Running a linearization and its baselines."""
 
 import json
 import sys
@@ -15,14 +15,15 @@ from heinsen_jax import data as datasets
 from heinsen_jax.config.load import load_config
 from heinsen_jax.errors import UserError, explain, printable
 from heinsen_jax.linearize.comparison import results_of, table
-from heinsen_jax.linearize.layers import choose_layers, kept_layers, number_of
+from heinsen_jax.linearize.layers import AUTO, choose_layers, kept_layers, number_of
 from heinsen_jax.linearize.plan import (
     CHOSEN,
-    FIRST_STAGE,
-    SECOND_STAGE,
+    LINEARIZED,
     SUFFIXES,
+    TRANSFER,
     Options,
     Stage,
+    check_options,
     check_overrides,
     name_of,
     plan_stages,
@@ -52,41 +53,45 @@ RESULTS_FILE = "linearized.json"
 
 
 def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
-    """Run both stages, and write and print the table. All processes of a run call it.
+    """Run a linearization and its baselines, and write and print the table. All processes of a run
+    call it.
 
     Args:
       options: the options of the command line.
-      overrides: further options, `--section.field VALUE`, of both stages.
+      overrides: further options, `--section.field VALUE`, of all runs.
 
     Returns:
       The exit code: 0, or 128 plus the number of the signal that stopped a stage.
 
     Raises:
       UserError: an option is invalid; the teacher has no training text and no `data` is given; or
-        a stage does not fit into memory; before any training.
+        a run does not fit into memory; before any training.
     """
     options = _with_absolute_paths(options)
     with open_run(options.model) as run:  # its tokenizer prepares the data
         with distributed.together():
             check_overrides(overrides)
             number = number_of(options.keep)
+            first = options
+            if number is not None:  # the model is compared as it is before its training
+                first = replace(options, keep=(), transfer_steps=0, baselines=False)
             try:
                 teacher = read_teacher(options, run)
-                first = options if number is None else replace(options, keep=())
+                check_options(options)
                 stages = plan_stages(teacher, first, overrides)
             except pydantic.ValidationError as error:
                 raise UserError(explain(error)) from None
-            if number is None:
-                _check_folders(stages, restart=options.restart)  # before data are prepared
         if number is not None:
-            options = replace(options, keep=_chosen(number, stages, teacher.model, options))
-            stages = plan_stages(teacher, options, overrides)
-            with distributed.together():
-                _check_folders(stages, restart=options.restart)
+            options = replace(options, keep=_chosen(number, stages[0], teacher.model, options))
+        with distributed.together():
+            if number is not None:
+                stages = plan_stages(teacher, options, overrides)
+            _check_folders(stages, restart=options.restart)  # before data are prepared
+            stages = [_as_recorded(stage, overrides, restart=options.restart) for stage in stages]
         with ExitStack() as resources:
             runs = _prepared(stages, options, resources)
             for stage, prepared in zip(stages, runs, strict=True):
-                _fit(stage, prepared, overrides, restart=options.restart)
+                _fit(stage, prepared, overrides)
             for prepared in runs:
                 prepared.begin()  # once all have been checked
             for stage, prepared in zip(stages, runs, strict=True):
@@ -100,50 +105,71 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
 
 
 def _chosen(
-    number: int, stages: Sequence[Stage], teacher: LanguageModelConfig, options: Options
+    number: int, stage: Stage, teacher: LanguageModelConfig, options: Options
 ) -> tuple[str, ...]:
-    """The layers to keep, as recorded by a run in the folder, or chosen."""
-    (stage,) = (x for x in stages if x.folder == options.workdir)
-    recorded: list[list[int]] = []
+    """The layers to keep, as recorded by a run in the folder, or chosen.
+
+    Args:
+      number: their number.
+      stage: the run with all layers replaced.
+      teacher: the teacher's architecture.
+      options: the options of the command.
+    """
+    config, recorded = stage.experiment, None
     with distributed.together(), open_run(options.workdir) as run:
         path = run.files / CONFIG_FILE
         if path.exists() and not options.restart:
-            recorded.append(kept_layers(load_config(path).model, teacher))
-    if not recorded:
+            fixed = kept_layers(config.model, teacher)
+            kept = kept_layers(load_config(path).model, teacher)
+            recorded = [layer for layer in kept if layer not in fixed]
+            if len(recorded) != number:
+                raise UserError(
+                    f"--keep {AUTO}{number}: {options.workdir} holds a run that keeps "
+                    f"{len(recorded)} layers; give that number, another folder, or --restart"
+                )
+    if recorded is None:
         if not options.initialization_tokens:
             raise UserError(
-                f"--keep {' '.join(options.keep)} with --initialization-tokens 0: the choice needs "
-                "text; give some"
+                f"--keep {AUTO}{number} with --initialization-tokens 0: the choice needs text; "
+                "give some"
             )
-        cache_compilations(stage.experiment.training.compilation_cache)
+        cache_compilations(config.training.compilation_cache)
         with distributed.process_0_first():
-            dataset = datasets.load(stage.experiment.data)
+            dataset = datasets.load(config.data)
         with distributed.together():
-            settings = resolve_settings(stage.experiment, dataset)
+            settings = resolve_settings(config, dataset)
         with jax.set_mesh(settings.mesh):
-            recorded.append(choose_layers(Program(settings), number))
-    (kept,) = recorded
+            recorded = choose_layers(Program(settings), number)
     if jax.process_index() == 0:
-        print(f"layers to keep: {', '.join(map(str, kept))}", flush=True)
-    return tuple(map(str, kept))
+        print(f"layers to keep: {', '.join(map(str, recorded))}", flush=True)
+    return tuple(map(str, recorded))
 
 
-def _fit(stage: Stage, prepared: Prepared, overrides: Sequence[str], *, restart: bool) -> None:
-    """Choose microbatches and rematerialization of a run that has not begun, so that it fits into
-    memory, unless they are given; of another, as recorded."""
-    config, path = prepared.settings.config, prepared.folder.files / CONFIG_FILE
-    if any(name_of(option) in CHOSEN for option in overrides):
+def _as_recorded(stage: Stage, overrides: Sequence[str], *, restart: bool) -> Stage:
+    """A stage with the microbatches and rematerialization of the run in its folder, if any, unless
+    they are given or the batch has another size."""
+    if restart or any(name_of(option) in CHOSEN for option in overrides):
+        return stage
+    with open_run(stage.folder) as run:
+        path = run.files / CONFIG_FILE
+        recorded = load_config(path) if path.exists() else None
+    config = stage.experiment
+    if recorded is None or recorded.data.batch_size != config.data.batch_size:
+        return stage
+    steps = recorded.training.accumulation_steps
+    model = replace(config.model, remat=recorded.model.remat)
+    training = replace(config.training, accumulation_steps=steps)
+    return stage._replace(experiment=replace(config, model=model, training=training))
+
+
+def _fit(stage: Stage, prepared: Prepared, overrides: Sequence[str]) -> None:
+    """Check that a run that has not begun fits into memory, with other microbatches and
+    rematerialization if they are not given."""
+    if (prepared.folder.files / CONFIG_FILE).exists() and not prepared.modes.restart:
         return
-    if path.exists() and not restart:
-        recorded = load_config(path)
-        steps = recorded.training.accumulation_steps
-        config = replace(
-            config,
-            model=replace(config.model, remat=recorded.model.remat),
-            training=replace(config.training, accumulation_steps=steps),
-        )
-        prepared.settings = replace(prepared.settings, config=config)
-    elif (line := fit_into_memory(prepared)) and jax.process_index() == 0:
+    may_change = not any(name_of(option) in CHOSEN for option in overrides)
+    line = fit_into_memory(prepared, may_change=may_change)
+    if line and jax.process_index() == 0:
         print(f"{stage.name}: {line}", flush=True)
 
 
@@ -152,7 +178,7 @@ def _with_absolute_paths(options: Options) -> Options:
     for folder in (workdir, *(workdir + suffix for suffix in SUFFIXES)):
         if _resolved(folder) == _resolved(model):
             raise UserError(
-                f"--workdir {workdir}: a stage would be written to {folder}, the folder of "
+                f"--workdir {workdir}: a run would be written to {folder}, the folder of "
                 "--model; give another one"
             )
     return replace(options, model=model, workdir=workdir)
@@ -185,7 +211,7 @@ def _print_stage(stage: Stage, teacher: LanguageModelConfig) -> None:
 
 
 def _compare(options: Options, stages: Sequence[Stage], last: Prepared) -> None:
-    """Compare the teacher and the stages; write and print the table."""
+    """Compare the teacher and the runs; write and print the table."""
     results = results_of(options.model, stages, last.settings)
     with distributed.together():
         record = {"attention": [*options.attention], "keep": [*options.keep]}
@@ -219,12 +245,13 @@ def _check_folders(stages: Sequence[Stage], *, restart: bool) -> None:
 
 
 def _check_order(stages: Sequence[Stage]) -> None:
-    """Check that a stage 2 that is resumed has started from the end of this stage 1."""
-    before = [stage for stage in stages if stage.name == FIRST_STAGE]
-    (workdir,) = (stage.folder for stage in stages if stage.name == SECOND_STAGE)
+    """Check that distillation that is resumed has started from the end of this attention
+    transfer."""
+    before = [stage for stage in stages if stage.name == TRANSFER]
+    (workdir,) = (stage.folder for stage in stages if stage.name == LINEARIZED)
     for _, folder, experiment in before:
         with open_run(workdir) as run:
-            if not (run.files / CONFIG_FILE).exists():  # stage 2 has not begun
+            if not (run.files / CONFIG_FILE).exists():  # distillation has not begun
                 return
             if load_config(run.files / CONFIG_FILE).distillation.start is None:
                 raise UserError(
@@ -235,6 +262,6 @@ def _check_order(stages: Sequence[Stage]) -> None:
             step, steps = CheckpointReader(run).latest_step(), experiment.training.steps
         if step != steps:
             raise UserError(
-                f"--workdir {workdir}: holds a stage 2 of another stage 1; {folder} has "
+                f"--workdir {workdir}: holds a run after another attention transfer; {folder} has "
                 f"{step or 0} of {steps} updates; give --restart, or the earlier --transfer-steps"
             )

@@ -54,6 +54,12 @@ def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> Non
             "model.is_causal=False: distillation is for causal models; set it to True, or leave "
             "distillation.teacher out"
         )
+    if config.start is not None and config.initialization_tokens:
+        raise UserError(
+            f"distillation.initialization_tokens={config.initialization_tokens} with "
+            f"distillation.start={config.start}: weights that are trained already are not fitted; "
+            "leave one of them out"
+        )
     new_parameters(model, load_architecture(config.teacher))
 
 
@@ -210,7 +216,7 @@ class Distillation:
         """
         del key
         theirs = nnx.merge(nnx.graphdef(self.teacher), teacher)
-        segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
+        segment_ids = jax.tree.map(jnp.asarray, batch.input_segments)
         tokens = jnp.asarray(batch.tokens)[:, :-1]
         if self.config.target == "attention":
             # later layers read all outputs but those after the last prediction, such as padding

@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention
-from heinsen_jax.attention.log_window import LogWindowAttention
 from heinsen_jax.attention.parameters import in_float32
-from heinsen_jax.attention.rotary import RotaryAttention
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.training.layerwise import through_layers
-from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Keys, Query
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer
 
 RIDGE = 0.1
 """Weight of the distance from the initial weights, relative to the mean square of the features."""
@@ -32,9 +29,7 @@ def fit_to_teacher(model: LanguageModel, teacher: LanguageModel, batch: Batch) -
         W = argmin_W |H W - Y|^2 + r |W - W_0|^2
 
     for the matrix W of its output projection, initially W_0, and the outputs H of its heads, with
-    r = 0.1 times the mean square of a feature of H, summed over tokens. Before that, log-attention
-    behind a window (`log_window`) gets the weight that tokens outside of the window have in the
-    teacher's layer, by head, in the mean of the logarithms over the tokens.
+    r = 0.1 times the mean square of a feature of H, summed over tokens.
 
     Args:
       model: the model.
@@ -45,7 +40,7 @@ def fit_to_teacher(model: LanguageModel, teacher: LanguageModel, batch: Batch) -
       Zhou et al., 2026, Taylor-Calibrate, arXiv:2606.16429, who fit values, decays and gates, and
       align layers by gradient descent.
     """
-    segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
+    segment_ids = jax.tree.map(jnp.asarray, batch.input_segments)
     tokens = jnp.asarray(batch.tokens)[:, :-1]
     mask = jnp.asarray(batch.loss_mask)
 
@@ -63,8 +58,6 @@ def fit_to_teacher(model: LanguageModel, teacher: LanguageModel, batch: Batch) -
         wanted_x, _ = theirs.after_attention(wanted_x, normed, wanted, segment_ids=segment_ids)
         normed, inputs, _ = ours.attention_input(x, segment_ids=segment_ids)
         if is_replaced:
-            if isinstance(ours.attention, LogWindowAttention):
-                _fit_log_weight(ours.attention, theirs.attention, inputs, mask, segment_ids)
             _fit_output(ours.attention, inputs, wanted, mask, segment_ids)
         attended = ours.attention(inputs, segment_ids=segment_ids)
         x, _ = ours.after_attention(x, normed, attended, segment_ids=segment_ids)
@@ -116,45 +109,3 @@ def _ridge(
             gram + weight * jnp.eye(len(gram), dtype=gram.dtype), residual, assume_a="pos"
         )
     return initial + change
-
-
-def _fit_log_weight(
-    attention: LogWindowAttention,
-    teacher: Attention,
-    inputs: Features,
-    mask: Bool[Array, "B T"],
-    segment_ids: Integer[Array, "B T"] | None,
-) -> None:
-    """Fit the weight of the tokens outside of the window, if the teacher's layer is of softmax
-    attention."""
-    if not isinstance(teacher, RotaryAttention):
-        return
-    query, key, _ = teacher.heads(inputs)
-    query, key = (in_float32(x) for x in teacher.with_positions(query, key, 0))
-    scale, place = teacher.config.scale or teacher.key_depth**-0.5, jnp.arange(query.shape[-3])
-    is_far = (place[:, None] - place[None] >= attention.config.window_size)[None, None]
-    if segment_ids is not None:
-        is_far = is_far & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
-
-    def log_sums(query: Query, key: Keys, *, of_features: bool) -> Float[Array, "B N T"]:
-        """LSE of the scores of the tokens outside of the window."""
-        repeated = jnp.repeat(key, query.shape[-2] // key.shape[-2], -2)
-        query, key = (x.swapaxes(-2, -3) for x in (query, repeated))
-        highest = [jnp.max(x, -1, keepdims=True) * of_features for x in (query, key)]
-        query, key = (x - high for x, high in zip((query, key), highest, strict=True))
-        if not of_features:
-            scores = scale * query @ key.mT
-        else:
-            scores = jnp.log(jnp.exp(query) @ jnp.exp(key).mT) + highest[0] + highest[1].mT
-        return jax.nn.logsumexp(jnp.where(is_far, scores, -jnp.inf), -1)
-
-    wanted = log_sums(query, key, of_features=False)
-    query, key, _ = attention.heads(inputs)
-    if attention.config.positions == "rotary":
-        query, key = (attention.config.rotate(x, place) for x in (query, key))
-    pair = attention.log_features(in_float32(query), in_float32(key))
-    have = log_sums(*pair, of_features=True)
-    counts = jnp.any(is_far, -1) & mask[:, None]
-    difference = jnp.where(counts, wanted - have, 0)
-    number = jnp.maximum(jnp.sum(counts, (0, 2)), 1)
-    attention.log_weight_bias[...] = jnp.sum(difference, (0, 2)) / number

@@ -81,9 +81,10 @@ def _stacks(model: LanguageModel, period: int) -> list[_Stack]:
 
 
 def _mechanisms(model: LanguageModelConfig) -> list[tuple[str, dict[str, Any]]]:
-    """The mechanism of each layer of the pattern, with the options that change its result."""
+    """The mechanism of each layer of the pattern, with the options that change its result;
+    low-rank additions are 0 at first."""
     pairs = zip(model.layer_pattern, model.mechanisms(), strict=True)
     return [
-        (name, {k: v for k, v in vars(config).items() if k != "implementation"})
+        (name, {k: v for k, v in vars(config).items() if k not in ("implementation", "lora_rank")})
         for name, config in pairs
     ]

@@ -58,7 +58,7 @@ class TrainingResult:
       step: number of the last step; a step is one update.
       metrics: metrics of the last evaluation; empty if a signal stopped this call before its
         first one.
-      signal: number of the signal that stopped training, or None.
+      signal: number of the signal that stopped training or came after the last update, or None.
     """
 
     step: int
@@ -94,25 +94,21 @@ def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingRe
         return run()
 
 
-def fit_into_memory(prepared: Prepared) -> str | None:
-    """Choose the number of microbatches of a run that begins later, and whether activations are
-    recomputed, so that its update fits into the memory.
+def fit_into_memory(prepared: Prepared, *, may_change: bool = True) -> str | None:
+    """Check that the update of a run that begins later fits into memory; and choose the number of
+    microbatches, and whether activations are recomputed, if they may change.
 
     Returns:
       The choice, in words; None if it fits as it is.
 
     Raises:
-      UserError: it does not fit with any.
+      UserError: it does not fit.
     """
     settings = prepared.settings
     with jax.set_mesh(settings.mesh):
-        program = Program(settings)
-        if not (choices := program.settings_that_fit()):
-            program.check_memory(program.compile())
-            raise AssertionError
-    chosen, config = choices[0], settings.config
+        chosen = Program(settings).setting_that_fits(may_change=may_change)
+    config, steps = settings.config, chosen.accumulation_steps
     model = dataclasses.replace(config.model, remat=chosen.remat)
-    steps = chosen.accumulation_steps
     training = dataclasses.replace(config.training, accumulation_steps=steps)
     if (model, training) == (config.model, config.training):
         return None
@@ -184,7 +180,8 @@ class _Run:
                 result = self._steps(state, start or 0, update)
                 self.checkpoints.wait()
         self._conclude(result)
-        return result
+        late = self.signals.first  # after the last update
+        return dataclasses.replace(result, signal=result.signal or late or None)
 
     @contextlib.contextmanager
     def _reporting(self, start: int) -> Iterator[None]:
@@ -218,7 +215,8 @@ class _Run:
     def _first_state(self, start: int | None) -> TrainState:
         """The state of a checkpoint, or the initial one."""
         if start is None:
-            if tokens := self.config.distillation.initialization_tokens:
+            tokens, distillation = self.program.initialization_tokens, self.program.distillation
+            if tokens and distillation is not None and any(distillation.replaced):
                 self.reporter.line(f"fitting new layers to the teacher's on {tokens:,} tokens")
             return self.program.initial_state()
         self.reporter.line(f"continuing {self.folder} from step {start}")

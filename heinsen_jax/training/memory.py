@@ -165,16 +165,24 @@ def check_memory(
     memory: Memory,
     setting: Setting,
     measure: Callable[[int, bool], Memory | None],
-) -> None:
-    """Check that an update fits into the memory, before it is allocated. Arguments are as for
-    `settings_that_fit`.
+    *,
+    may_change: bool = False,
+) -> Setting:
+    """Check that an update fits into the memory, before it is allocated.
+
+    Args:
+      limits, memory, setting, measure: as for `settings_that_fit`.
+      may_change: whether another setting of the same batch may be chosen.
+
+    Returns:
+      The setting, or the chosen one.
 
     Raises:
       UserError: it does not fit; the message names settings that should.
     """
     choices = settings_that_fit(limits, memory, setting, measure)
-    if choices == [setting]:
-        return
+    if choices == [setting] or (choices and may_change):
+        return choices[0]
     remedies = []
     for choice in choices:
         also = "" if choice.remat == setting.remat else "model.remat=True and "

@@ -24,7 +24,6 @@ from heinsen_jax.training.memory import (
     Setting,
     check_memory,
     memory_of,
-    settings_that_fit,
 )
 from heinsen_jax.training.optimizer import (
     describe_warmup,
@@ -125,12 +124,17 @@ class Program:
         check_memory(limits, memory, self._setting, self._measure)
         return [limits.describe(memory)]
 
-    def settings_that_fit(self) -> list[Setting]:
-        """Settings of the same batch with which the update should fit into the memory, the current
-        ones alone if they do."""
+    def setting_that_fits(self, *, may_change: bool) -> Setting:
+        """The current setting, if the update fits into the memory, or another one of the same
+        batch.
+
+        Raises:
+          UserError: as `check_memory`.
+        """
         if (memory := memory_of(self.compile())) is None:
-            return [self._setting]
-        return settings_that_fit(Limits(self.abstract), memory, self._setting, self._measure)
+            return self._setting
+        arguments = Limits(self.abstract), memory, self._setting, self._measure
+        return check_memory(*arguments, may_change=may_change)
 
     @property
     def _setting(self) -> Setting:
@@ -178,14 +182,20 @@ class Program:
             if self.training.start is not None:
                 given = start_weights(self.model, self.training.start)
         state = init_sharded(self.init, self.abstract, given)
-        if (tokens := self.config.distillation.initialization_tokens) == 0:
+        if not self.initialization_tokens:
             return state
-        parameters = self._fitted(state.parameters, tokens)
+        parameters = self._fitted(state.parameters)
         average = None if state.average is None else jax.tree.map(jnp.copy, parameters)
         return dataclasses.replace(state, parameters=parameters, average=average)
 
-    def _fitted(self, parameters: nnx.State, tokens: int) -> nnx.State:
-        """The parameters, with new layers fitted to the teacher's on a number of tokens."""
+    @property
+    def initialization_tokens(self) -> int:
+        """Number of tokens of the fit to the teacher, in whole sequences; 0 without one."""
+        tokens = self.config.distillation.initialization_tokens
+        return tokens and self.rows_of(tokens) * self.data.sequence_length
+
+    def _fitted(self, parameters: nnx.State) -> nnx.State:
+        """The parameters, with new layers fitted to the teacher's."""
         distillation = self.distillation
         assert distillation is not None
 
@@ -193,7 +203,8 @@ class Program:
             theirs = nnx.merge(nnx.graphdef(distillation.teacher), teacher)
             return fit_to_teacher(nnx.merge(self.graph, parameters), theirs, batch)
 
-        batches = self.batches(0, batch_size=self.rows_of(tokens))
+        rows = self.initialization_tokens // self.data.sequence_length
+        batches = self.batches(0, batch_size=rows)
         batch = shard_batch(next(batches), self.mesh)
         placed = jax.tree.map(lambda x: x.sharding, self.abstract.parameters)
         fitted = jax.jit(fit, out_shardings=placed, donate_argnums=0)

@@ -13,6 +13,7 @@ Needs about nine hours on two CPU cores, and 16 GB.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.data import DataConfig
 from heinsen_jax.models import LanguageModelConfig, Layers
@@ -51,27 +52,29 @@ MECHANISMS = {
 }
 """Mechanisms of about equal states."""
 NOT_FITTED = ", not fitted"
-CHOSEN = {
-    SINKS: (0,),
-    MERGED: (0,),
-    "Gated DeltaNet": (0,),
-}
+CHOSEN = {SINKS: (17, 18, 20, 23, 24, 28)}
 """Layers that `--keep auto:6` chooses."""
 TOKENS = {"10k": 5, "30k": 15, "100k": 49}
 """Updates of 2,048 tokens."""
-HYBRIDS = [f"{x}, {how}" for x in CHOSEN for how in ("every fifth softmax", "6 chosen softmax")]
 LAST = (TRAINED_FURTHER, WINDOW, SINKS, MERGED, "Gated DeltaNet")
 """Models that are trained on 100k tokens."""
 
 
 def get_config() -> ExperimentConfig:
     """The teacher."""
-    options = {"num_kv_heads": 3, "use_bias": False, "output_bias": False, "positions": "rotary"}
+    options: dict[str, FieldValue] = {"num_kv_heads": 3, "use_bias": False, "output_bias": False}
+    options |= {"positions": "rotary", "rotary_base": 100_000.0}
     return ExperimentConfig(
         model=LanguageModelConfig(
-            **{"vocab_size": 49152, "model_dim": 576, "num_layers": 30, "num_heads": 9},
-            **{"block": "llama", "mlp_dim": 1536, "norm_epsilon": 1e-5, "trained_length": 8192},
-            attention=Layers("gqa", options=options | {"rotary_base": 100_000.0}),
+            vocab_size=49152,
+            model_dim=576,
+            num_layers=30,
+            num_heads=9,
+            attention=Layers("gqa", options=options),
+            block="llama",
+            mlp_dim=1536,
+            norm_epsilon=1e-5,
+            trained_length=8192,
         ),
         data=DataConfig(
             corpus=TEXT,
@@ -82,7 +85,11 @@ def get_config() -> ExperimentConfig:
         ),
         optimizer=OptimizerConfig(learning_rate=1e-4, end_learning_rate=1e-5, warmup_steps=1),
         training=TrainingConfig(
-            evaluation_batches=16, evaluate_every=1000, sample_tokens=0, log_every=1
+            accumulation_steps=4,
+            evaluation_batches=16,
+            evaluate_every=1000,
+            log_every=1,
+            sample_tokens=0,
         ),
     )
 

@@ -59,7 +59,8 @@ def test_settings_that_fit_are_named(monkeypatch, host, device, wanted):
     host, device = (None if x is None else int(x * GB) for x in (host, device))
     allowed = limits(monkeypatch, host, device)
     if wanted is None:
-        return check_memory(allowed, measure(1, False), setting, measure)
+        assert check_memory(allowed, measure(1, False), setting, measure) == setting
+        return
     with pytest.raises(UserError, match=re.escape(wanted)):
         check_memory(allowed, measure(1, False), setting, measure)
 

@@ -369,7 +369,7 @@ def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys
     arguments += ["--initialization-tokens", "512"]
     measured = program.memory_of
 
-    def large(update):  # with more than two sequences at once
+    def large(update):
         memory = measured(update)
         return memory._replace(workspace=memory.workspace * 10**5)
 

@@ -28,8 +28,8 @@ class MaskedConfig(HeadsConfig):
 
     def rule(self, is_causal: bool = True) -> Mask | None:
         """Rule for the visible keys, if causal among those up to the query; all when None. A rule
-        of limited span depends only on differences of positions, and on those of the first tokens
-        if they are visible to all."""
+        of limited span depends only on differences of positions, except for first tokens that are
+        visible to all."""
         del is_causal
         return None
 

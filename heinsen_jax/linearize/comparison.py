@@ -28,7 +28,7 @@ from heinsen_jax.training.settings import Settings
 from heinsen_jax.typing import Array, Features, Float, Integer
 
 LENGTHS = 256, 1024, 4096
-"""Lengths of sequences, in tokens, of the compared losses, besides that of training."""
+"""Lengths of sequences, in tokens, of the compared losses, besides the length of training."""
 TOKENS = 8192
 """Number of tokens of validation text at each length."""
 COPIED = 64, 256
@@ -95,8 +95,8 @@ class Comparison:
         data, training = self.data, self.settings.config.training
         parts = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         tokens = data.batch_size // training.accumulation_steps * data.sequence_length
-        rows_at_once = max(min(tokens, TOKENS) // length // parts, 1) * parts
-        sizes = {"sequence_length": length, "batch_size": rows_at_once, "test_lengths": ()}
+        batch_size = max(min(tokens, TOKENS) // length // parts, 1) * parts
+        sizes = {"sequence_length": length, "batch_size": batch_size, "test_lengths": ()}
         if isinstance(data, DataConfig):
             data = replace(data, **sizes)
         rows = self.settings.dataset.validation_rows(data)[""][: max(TOKENS // length, 1)]

@@ -1,4 +1,4 @@
-"""The layers of a model beside those of its teacher."""
+"""The layers of a model beside the layers of its teacher."""
 
 import math
 from collections.abc import Callable

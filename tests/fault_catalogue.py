@@ -1681,7 +1681,7 @@ COMMANDS_FAULTS = {
         "heinsen_jax/interop/transformers/rewriting.py",
         "value = value - 1",
         "value = value - 0",
-        ("tests/interop/linearized_test.py",),
+        ("tests/interop/transformers_test.py",),
     ),
     "changed settings that are not noticed": Fault(
         "heinsen_jax/training/recorded.py",

@@ -27,7 +27,8 @@ The teacher is SmolLM2-135M-Instruct (30 layers, 9 heads of queries and 3 of key
 weights of 4 bits in the file, computed in float32). All models are trained on WikiText-2's
 validation text, 4 x 512 tokens an update, with 0.5 cross-entropy + 0.5 KL(teacher || model), and
 measured on the beginning of its test text: loss in nats per token of 8,192 tokens in sequences of
-512, and of 32,768 in sequences of 2,048. "Trained further" is the teacher itself with cross-entropy alone.
+512, and of 32,768 in sequences of 2,048. "Trained further" is the teacher itself with cross-entropy
+alone.
 
 New layers are fitted to the teacher's on 4,096 tokens of the training text before the first update,
 unless "not fitted" is said. Their sizes are such that a layer has about 150 kB of state, less for

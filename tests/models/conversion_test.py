@@ -69,12 +69,18 @@ def test_layers_keep_the_options_of_the_teacher():
     assert (layer.key_depth, layer.num_kv_heads) == (8, None)
 
 
+def test_a_pattern_of_mechanisms_is_repeated_over_all_layers():
+    """Also over layers that stay, and over a part of its length at the end."""
+    pattern = linear_layers(TEACHER, ["taylor:repeats=2", "sliding_window:window_size=5"], ["1"])
+    names = [layer.mechanism for layer in pattern.layers]
+    assert names == ["taylor", "gqa", "sliding_window", "taylor"]
+
+
 @pytest.mark.parametrize(
     ("attention", "keep", "said"),
     [
         ("logg", (), "'logg': unknown"),
         ("log:feature=hedgehog", (), "attention='log:feature=hedgehog.*: log.feature: no such"),
-        ("log:repeats=2", (), "repeats are not allowed; choose"),
         ("log", ("4",), "keep='4': no such layers of 4"),
         ("log", ("9:",), "keep='9:': no such layers of 4"),
         ("log", ("a",), "keep='a'"),

@@ -1,5 +1,7 @@
 """Parts of blocks around attention: convolutions, positions, and their states."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,6 +250,8 @@ def test_norms_on_both_sides_follow_their_formula():
     x = x + 0.5 * block.output_norms[0](block.attention(block.norm(x)))
     want = x + 0.5 * block.output_norms[1](block.mlp(block.mlp_norm(x)))
     np.testing.assert_allclose(y, want, atol=1e-6)
+    alone = model(block="llama", attention=replace(layers, has_mlp=False), num_layers=1)
+    assert len(alone.blocks[0].output_norms) == 1
 
 
 def test_layers_without_an_mlp():

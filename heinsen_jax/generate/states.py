@@ -248,7 +248,7 @@ ADDED_FIELDS |= {"mlp_multiplier", "mlp_gate_multiplier", "output_norm"}
 ADDED_FIELDS |= {f"{name}_multiplier" for name in ("query", "key", "value", "gate", "step")}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}
-ADDED_FIELDS |= {"rotary_interpolation"}
+ADDED_FIELDS |= {"rotary_interpolation", "num_sinks"}
 """Fields that are newer than the format of states: at their defaults they leave fingerprints
 unchanged."""
 

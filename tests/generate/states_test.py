@@ -76,9 +76,13 @@ def test_options_that_are_added_later_do_not_change_fingerprints():
     model = random_model(config)
     expected = "304f212f3723dce30eb3980527c0ddafe60608c2184ca6ca7a89f55d07f8885f"
     assert fingerprint(model) == expected
-    linear = random_model(dataclasses.replace(config, attention="gated_deltanet"))
-    expected_linear = "1813cdecb242b81e0758d12db55e5fbef9bb41cfe71d0a5f05ea3ae25145f397"
-    assert fingerprint(linear) == expected_linear
+    others = {
+        "gated_deltanet": "1813cdecb242b81e0758d12db55e5fbef9bb41cfe71d0a5f05ea3ae25145f397",
+        "mamba2": "d77c4ab3826c8600faa121ba9ee52fa5798c50be57118952cbd4efe011806cf2",
+        "sliding_window": "37e772e5459adec0892c64666c3ddfec339eeee9af681be10518f35f70c02ecc",
+    }
+    for name, want in others.items():
+        assert fingerprint(random_model(dataclasses.replace(config, attention=name))) == want
     other = random_model(dataclasses.replace(config, norm_epsilon=0.5))
     assert fingerprint(other) != expected
     other = dataclasses.replace(config, attention=Layers("softmax", norm_after=True))

@@ -85,13 +85,14 @@ np.testing.assert_array_equal(model(prompt), again(prompt))
 #
 # `log_window` has exact softmax attention over the last 16 tokens, merged with log-attention over
 # all earlier ones. The checkpoint is imported into a folder, which `linearize` reads; it has no
-# record of its training text, so `data` names one. Stage 1 trains the features of
-# log-attention, and nothing else, to reproduce the output of each attention layer; stage 2 trains
-# the whole model. On the command line, without the settings for this small model:
+# record of its training text, so `data` names one. New layers are
+# fitted to the teacher's; attention transfer trains the features of log-attention, and nothing
+# else, to reproduce the output of each attention layer; then the whole model is trained. On the
+# command line, without the settings for this small model:
 #
 #     python -m heinsen_jax.interop.transformers import llama --workdir imported
 #     python -m heinsen_jax.linearize --model imported --workdir linear --data python-stdlib \
-#         --attention log_window:window_size=16 --transfer-steps 60 --steps 60
+#         --attention log_window:window_size=16 --transfer-steps 60 --steps 60 --no-baselines
 
 # %%
 import_model(folder, WORK / "imported")

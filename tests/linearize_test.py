@@ -416,7 +416,7 @@ def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys
     assert "--keep auto:1 0: give auto:N alone" in capsys.readouterr().err
 
 
-def test_documents_are_treated_alike_in_all_runs(small, tmp_path, monkeypatch):  # noqa: F811
+def test_documents_are_treated_alike_in_all_runs(small, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Not separated, if one of the models cannot; and losses at all lengths are compared."""
     text = tmp_path / "documents"
     text.mkdir()
@@ -440,6 +440,8 @@ def test_documents_are_treated_alike_in_all_runs(small, tmp_path, monkeypatch): 
         assert command(monkeypatch, *arguments, "--attention", attention) == 0
         for suffix in ("", "-teacher", "-window"):
             assert load_config(f"{workdir}{suffix}/config.json").data.documents == documents
+        said = "documents: continuous in all runs, since a model does not support segments"
+        assert (said in capsys.readouterr().out) == (documents is not None)
         first, *_ = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
         assert [*first["loss"]] == ["32", "256", "1024", "4096"]
 

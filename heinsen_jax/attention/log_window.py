@@ -169,23 +169,19 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
         if self.config.positions == "rotary":
             positions = self._positions(query.shape[:-2], call)
             query, key = (self.config.rotate(x, positions) for x in (query, key))
+        features = query, key
+        if self.config.features == "hedgehog":
+            features = (
+                hedgehog_features(query, self.query_features[...]),
+                hedgehog_features(key, self.key_features[...]),
+            )
         return devices.recur(
             call,
             partial(_log_window_attention, self.config),
-            *(query, key, value, *self.log_features(query, key), log_weight),
+            *(query, key, value, *features, log_weight),
             *(() if log_decay is None else (log_decay,)),
             empty=self.init_state(query.shape[:-3]),
             summary=partial(_summary, self.config),
-        )
-
-    def log_features(self, query: Query, key: Keys) -> tuple[Query, Keys]:
-        """Log features of queries and keys with their positions, `[..., T, N, F]` and
-        `[..., T, G, F]`."""
-        if self.config.features == "identity":
-            return query, key
-        return (
-            hedgehog_features(query, self.query_features[...]),
-            hedgehog_features(key, self.key_features[...]),
         )
 
     def _positions(

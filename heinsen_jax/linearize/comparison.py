@@ -107,10 +107,10 @@ class Comparison:
         sharded = (shard_batch(batch, self.mesh) for batch in batches)
         return [(batch, features_of(self.teacher, batch)) for batch in sharded]
 
-    def of_model(
+    def measure(
         self, name: str, folder: str, *, best: bool = True, tokens: int = 0, seconds: float = 0.0
     ) -> Result:
-        """The row of a model, from its best or latest checkpoint."""
+        """The results of the model in a folder, from its best or latest checkpoint."""
         model = self._load(folder, best=best)
         losses, divergences = {}, {}
         with jax.set_mesh(self.mesh):
@@ -177,7 +177,7 @@ def results_of(teacher: str, stages: Sequence[Stage], settings: Settings) -> lis
     """The rows of the table: the teacher, in a folder, and the models of all stages, on text of the
     given settings."""
     comparison = Comparison(teacher, settings)
-    results, before = [comparison.of_model("teacher", teacher)], (0, 0.0)
+    results, before = [comparison.measure("teacher", teacher)], (0, 0.0)
     for stage in stages:
         experiment = stage.experiment
         per_update = tokens_per_update(experiment.data)
@@ -187,7 +187,7 @@ def results_of(teacher: str, stages: Sequence[Stage], settings: Settings) -> lis
             cost = cost[0] + before[0], cost[1] + before[1]
         tokens, seconds = before = cost
         results.append(
-            comparison.of_model(
+            comparison.measure(
                 stage.name, stage.folder, best=not is_first, tokens=tokens, seconds=seconds
             )
         )

@@ -50,9 +50,9 @@ def kept_layers(model: LanguageModelConfig, teacher: LanguageModelConfig) -> lis
 def choose_layers(program: Program, number: int) -> list[int]:
     """The layers of the teacher to keep.
 
-    The score of a layer is the divergence KL(teacher || model) of the next tokens' predictions with
-    all layers replaced, minus the divergence with the teacher's layer in this place. The model has
-    the weights with which training would begin.
+    They are the layers for which the divergence KL(teacher || model) of the predictions is smallest
+    when the layer of the teacher alone is put back into the model, which has the weights with which
+    training would begin.
 
     Args:
       program: program of the model with all layers replaced.

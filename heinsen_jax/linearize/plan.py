@@ -30,8 +30,6 @@ COMPUTATION = {
     f"__model.{name}" for name in ("dtype", "param_dtype", "remat", "no_remat", "remat_policy")
 }
 """Fields of the model that do not change its architecture."""
-
-
 CHOSEN = {"__training.accumulation_steps", "__model.remat", "__model.no_remat"}
 """Fields that are chosen by the memory, unless they are given."""
 
@@ -86,6 +84,11 @@ class Stage(NamedTuple):
 def name_of(option: str) -> str:
     """The name of an option such as --training.log-every=10, with underscores."""
     return option.partition("=")[0].replace("-", "_")
+
+
+def are_microbatches_given(overrides: Sequence[str]) -> bool:
+    """Whether an override sets one of the fields that are otherwise chosen by the memory."""
+    return any(name_of(option) in CHOSEN for option in overrides)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -163,7 +166,6 @@ def plan_stages(
     Raises:
       UserError: the mechanism or an option is unsupported.
     """
-    check_options(options)
     model = linear_layers(teacher.model, options.attention, options.keep)
     windows = _windows(teacher.model, model, options) if options.baselines else None
     settings = DistillationConfig(

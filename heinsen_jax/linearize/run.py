@@ -17,12 +17,12 @@ from heinsen_jax.errors import UserError, explain, printable
 from heinsen_jax.linearize.comparison import results_of, table
 from heinsen_jax.linearize.layers import AUTO, choose_layers, kept_layers, number_of
 from heinsen_jax.linearize.plan import (
-    CHOSEN,
     LINEARIZED,
     SUFFIXES,
     TRANSFER,
     Options,
     Stage,
+    are_microbatches_given,
     check_options,
     check_overrides,
     name_of,
@@ -88,6 +88,10 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
                 stages = plan_stages(teacher, options, overrides)
             _check_folders(stages, restart=options.restart)  # before data are prepared
             stages = [_as_recorded(stage, overrides, restart=options.restart) for stage in stages]
+        is_given = any(name_of(option) == "__data.documents" for option in overrides)
+        pair = (getattr(x.data, "documents", None) for x in (stages[0].experiment, teacher))
+        if len({*pair}) > 1 and not is_given and jax.process_index() == 0:
+            print("documents: continuous in all runs, since a model does not support segments")
         with ExitStack() as resources:
             runs = _prepared(stages, options, resources)
             for stage, prepared in zip(stages, runs, strict=True):
@@ -148,7 +152,7 @@ def _chosen(
 def _as_recorded(stage: Stage, overrides: Sequence[str], *, restart: bool) -> Stage:
     """A stage with the microbatches and rematerialization of the run in its folder, if any, unless
     they are given or the batch has another size."""
-    if restart or any(name_of(option) in CHOSEN for option in overrides):
+    if restart or are_microbatches_given(overrides):
         return stage
     with open_run(stage.folder) as run:
         path = run.files / CONFIG_FILE
@@ -167,7 +171,7 @@ def _fit(stage: Stage, prepared: Prepared, overrides: Sequence[str]) -> None:
     rematerialization if they are not given."""
     if (prepared.folder.files / CONFIG_FILE).exists() and not prepared.modes.restart:
         return
-    may_change = not any(name_of(option) in CHOSEN for option in overrides)
+    may_change = not are_microbatches_given(overrides)
     line = fit_into_memory(prepared, may_change=may_change)
     if line and jax.process_index() == 0:
         print(f"{stage.name}: {line}", flush=True)

@@ -39,18 +39,23 @@ def sliding_window_attention(
     attend to the first `num_sinks` tokens of the array, each once: trained models give them much
     weight (Xiao et al., 2024).
 
-    Args, Returns, Raises: as `dot_product_attention`.
+    Args, Returns, Raises: as `dot_product_attention`; ValueError if num_sinks < 0.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
       >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
       >>> sliding_window_attention(key, key, value, local_window_size=2).ravel().round().tolist()
       [2.0, 3.0, 8.0]
+      >>> y = sliding_window_attention(key, key, value, local_window_size=1, num_sinks=1)
+      >>> y.ravel().round().tolist()
+      [2.0, 3.0, 7.0]
 
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150; Xiao et al., 2024, Efficient
       Streaming Language Models with Attention Sinks, arXiv:2309.17453.
     """
+    if num_sinks < 0:
+        raise ValueError(f"num_sinks must not be negative, got {num_sinks}")
     rule, size = None, local_window_size
     if num_sinks:
         rule = masks.Window(*masks.reach(local_window_size, is_causal))

@@ -106,7 +106,7 @@ class Distillation:
 
     @property
     def replaced(self) -> list[bool]:
-        """`replaced_layers`."""
+        """Whether each layer differs from the teacher's, for a period of both layer patterns."""
         return replaced_layers(self.model, self.teacher.config)
 
     @classmethod

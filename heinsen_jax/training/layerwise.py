@@ -49,10 +49,10 @@ def through_layers(
     period = len(replaced)
     ours, theirs = (_stacks(x, period) for x in (model, teacher))
 
-    def through_period(carry: Carry, of_repeat: Any) -> tuple[Carry, list[Any]]:
+    def through_period(carry: Carry, elements: Any) -> tuple[Carry, list[Any]]:
         results = []
         for place, is_replaced in enumerate(replaced):
-            first, second, given = of_repeat[place]
+            first, second, given = elements[place]
             pair = nnx.merge(ours[place].graph, first), nnx.merge(theirs[place].graph, second)
             carry, result = visit(*pair, is_replaced, carry, given)
             results.append(result)

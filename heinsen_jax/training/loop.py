@@ -215,8 +215,7 @@ class _Run:
     def _first_state(self, start: int | None) -> TrainState:
         """The state of a checkpoint, or the initial one."""
         if start is None:
-            tokens, distillation = self.program.initialization_tokens, self.program.distillation
-            if tokens and distillation is not None and any(distillation.replaced):
+            if tokens := self.program.initialization_tokens:
                 self.reporter.line(f"fitting new layers to the teacher's on {tokens:,} tokens")
             return self.program.initial_state()
         self.reporter.line(f"continuing {self.folder} from step {start}")

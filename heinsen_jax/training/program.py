@@ -18,13 +18,7 @@ from heinsen_jax.runtime.distributed import together
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.initialization import fit_to_teacher
-from heinsen_jax.training.memory import (
-    Limits,
-    Memory,
-    Setting,
-    check_memory,
-    memory_of,
-)
+from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
 from heinsen_jax.training.optimizer import (
     describe_warmup,
     learning_rates,
@@ -190,9 +184,12 @@ class Program:
 
     @property
     def initialization_tokens(self) -> int:
-        """Number of tokens of the fit to the teacher, in whole sequences; 0 without one."""
+        """Number of tokens of the fit to the teacher, in whole sequences; 0 without one, or if no
+        layer has another mechanism."""
         tokens = self.config.distillation.initialization_tokens
-        return tokens and self.rows_of(tokens) * self.data.sequence_length
+        if not tokens or self.distillation is None or not any(self.distillation.replaced):
+            return 0
+        return self.rows_of(tokens) * self.data.sequence_length
 
     def _fitted(self, parameters: nnx.State) -> nnx.State:
         """The parameters, with new layers fitted to the teacher's."""

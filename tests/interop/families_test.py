@@ -274,6 +274,7 @@ def test_windows_and_positions_by_layer():
         ),
         ("falcon_h1", FALCON | {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act=.* is unsupported"),
         ("granitemoehybrid", GRANITE | {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act=.* is uns"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation='silu' is unsupported"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 is unsup"),
         ("qwen3_5_text", {"rope_parameters": OLMO3_YARN}, "yarn with partial_rotary_factor is uns"),
         ("falcon_h1", FALCON | {"mamba_d_head": 32}, "mamba_d_ssm = 1536 must be mamba_n_heads"),

@@ -185,7 +185,7 @@ def test_mechanisms_in_parallel():
     tuned.blocks[0].attention.gqa.output.lora.lora_b[...] = jnp.ones((4, 2, 16))
     same, tokens = without_lora(tuned), jnp.arange(6)
     assert not any("lora" in name for name in flatten_with_names(nnx.state(same)))
-    np.testing.assert_allclose(same(tokens), tuned(tokens), atol=1e-4)
+    np.testing.assert_allclose(same(tokens), tuned(tokens), atol=1e-5)
     with pytest.raises(UserError, match=r"output_multiplier=0\.5, but deltanet has no"):
         linear_layers(config(Layers("gqa", options={"output_multiplier": 0.5})), "deltanet")
 

@@ -177,8 +177,10 @@ class LlamaLike(Family):
     @pydantic.model_validator(mode="after")
     def _has_the_activation_of_its_family(self) -> "LlamaLike":
         # in hybrids, the field is the activation of other layers, too, or has no effect
-        if self.hidden_act != type(self).model_fields["hidden_act"].default:
-            raise ValueError(f"hidden_act={self.hidden_act!r} is unsupported in {self.model_type}")
+        field = type(self).model_fields["hidden_act"]
+        if self.hidden_act != field.default:
+            name = field.alias or "hidden_act"
+            raise ValueError(f"{name}={self.hidden_act!r} is unsupported in {self.model_type}")
         return self
 
     @pydantic.model_validator(mode="after")

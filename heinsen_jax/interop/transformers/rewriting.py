@@ -9,14 +9,21 @@ from flax import nnx
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 
-GATED = {"query_key_norm": True, "zero_centered_norm": True, "output_gate": "feature"}
+QWEN3_5 = {"query_key_norm": True, "zero_centered_norm": True, "output_gate": "feature"}
+"""Options of softmax attention in Qwen 3.5."""
 
 
 def with_output_gates(model: LanguageModel) -> LanguageModel | None:
-    """A model with layers of Gated DeltaNet, and of softmax attention with normalized queries and
-    keys, as in a linearized Qwen 3, as Qwen 3.5 writes it: RMS norms with scales of 1 + w, and
-    output gates sigmoid(x 0) = 1/2 before output projections of twice their size. None for other
-    models.
+    """A model that computes the same function with the parameters of Qwen 3.5: RMS norms with
+    scales of 1 + w, and output gates sigmoid(x 0) = 1/2 before output projections of twice their
+    size.
+
+    Args:
+      model: a model with layers of Gated DeltaNet, and of softmax attention with normalized queries
+        and keys, such as a linearized Qwen 3.
+
+    Returns:
+      The model, or None if the given one has other layers or norms.
     """
     config = model.config
     kinds = {*config.layer_pattern}
@@ -31,7 +38,7 @@ def with_output_gates(model: LanguageModel) -> LanguageModel | None:
     if any(x["query_key_norm"] is not True or x["output_gate"] for x in options):
         return None
     layers = [
-        replace(layer, options={**layer.options, **GATED}) if is_softmax else layer
+        replace(layer, options={**layer.options, **QWEN3_5}) if is_softmax else layer
         for layer, is_softmax in zip(config.layers, softmax, strict=True)
     ]
     target = replace(config, attention=tuple(layers), norm="zero_centered_rms", qk_norm=False)
@@ -41,19 +48,20 @@ def with_output_gates(model: LanguageModel) -> LanguageModel | None:
 def _with_values(
     model: LanguageModel, target: LanguageModelConfig, softmax: list[bool]
 ) -> LanguageModel:
+    """The model of the architecture `target`; `softmax` marks layers of softmax attention."""
     values = flatten_with_names(nnx.state(model, nnx.Param))
     gated = tuple(f"blocks.{place}.attention." for place, x in enumerate(softmax) if x)
     graph, state = nnx.split(LanguageModel.abstract(target))
     leaves = []
     for name, leaf in flatten_with_names(state).items():
-        of_softmax = name.startswith(gated)
+        in_softmax = name.startswith(gated)
         if name not in values:  # an output gate
             value = np.zeros(leaf.shape, leaf.dtype)
         else:
             value = np.asarray(values[name])
-            if name.endswith("norm.scale.value") and (of_softmax or ".attention." not in name):
+            if name.endswith("norm.scale.value") and (in_softmax or ".attention." not in name):
                 value = value - 1
-            elif of_softmax and name.endswith(".output.kernel.value"):
+            elif in_softmax and name.endswith(".output.kernel.value"):
                 value = 2 * value
         assert value.shape == leaf.shape, name
         leaves.append(value)

@@ -252,6 +252,22 @@ class LanguageModelConfig:
         return BLOCKS[self.block].mlp_use_bias if self.use_bias is None else self.use_bias
 
     @property
+    def resolved(self) -> "LanguageModelConfig":
+        """The same architecture, with the defaults of the block as values, but for biases that the
+        MLP and attention do not share."""
+        is_shared = self.has_bias == self.mlp_has_bias
+        return dataclasses.replace(
+            self,
+            positions=self.position_kind,
+            norm=self.norm_kind,
+            mlp=self.mlp_kind,
+            mlp_dim=self.mlp_width if self.mlp_kind else None,
+            mlp_ratio=LanguageModelConfig.mlp_ratio,
+            use_bias=self.has_bias if is_shared else None,
+            convolution_size=self.convolution,
+        )
+
+    @property
     def layers(self) -> tuple[Layers, ...]:
         """The layers of the pattern in `attention` one by one; the model repeats this pattern."""
         return single_layers(self.attention)

@@ -285,8 +285,9 @@ def _matched(
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]]:
     """The parameters of a model by name, each with its places in a model of the architecture
     `source`: one for each layer of a stack, and none if that model does not have it."""
+    pair = config.resolved, source.resolved
     for field in fields(config):
-        ours, theirs = (getattr(x, field.name) for x in (config, source))
+        ours, theirs = (getattr(x, field.name) for x in pair)
         if field.name not in MAY_DIFFER and ours != theirs:
             raise UserError(
                 f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "

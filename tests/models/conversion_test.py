@@ -281,6 +281,13 @@ def test_parameters_without_a_place_are_named():
     assert not unused_parameters(source, source)
 
 
+@pytest.mark.parametrize("block", ["paper", "standard", "decay", "llama"])
+def test_defaults_of_the_block_equal_the_same_values(block):
+    plain = replace(config("softmax"), block=block)
+    assert plain.resolved != plain
+    assert new_parameters(plain.resolved, plain) == frozenset()
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -73,6 +73,7 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
         keep=("1",),
         transfer_steps=40,
         steps=20,
+        teacher_dtype="bfloat16",
     )
     one, two, further, window = plan_stages(teacher, options, ["--training.log-every", "3"])
     assert (further.folder, window.folder) == (f"{workdir}-teacher", f"{workdir}-window")
@@ -90,6 +91,7 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
     assert (first.distillation.target, second.distillation.target) == ("attention", "logits")
     assert (first.distillation.trained, second.distillation.trained) == ("new", "all")
     assert first.distillation.teacher == second.distillation.teacher == "T"
+    assert first.distillation.teacher_dtype == second.distillation.teacher_dtype == "bfloat16"
     assert (first.training.steps, second.training.steps) == (40, 20)
     assert first.training.log_every == second.training.log_every == 3
     assert (first.optimizer.weight_decay, second.optimizer.warmup_steps) == (0.0, 2)

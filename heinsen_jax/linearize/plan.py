@@ -9,6 +9,7 @@ from heinsen_jax.config.override import override
 from heinsen_jax.data import AnyDataConfig, DataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models.config import Dtype
 from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
 from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.load import load_architecture
@@ -61,6 +62,9 @@ class Options:
     """Updates of distillation."""
     divergence_weight: float = 0.5
     """Weight of the teacher's predictions in the loss of distillation."""
+    teacher_dtype: Dtype | None = None
+    """Dtype of the teacher's matrices and of activations in its matrix products while others learn
+    from it, such as bfloat16; as saved when None."""
     lora_rank: int | None = None
     """In distillation, train only new parameters and low-rank additions of this rank to the
     projections of attention (LoRA); all parameters when None."""
@@ -170,6 +174,7 @@ def plan_stages(
     windows = _windows(teacher.model, model, options) if options.baselines else None
     settings = DistillationConfig(
         teacher=options.model,
+        teacher_dtype=options.teacher_dtype,
         divergence_weight=options.divergence_weight,
         initialization_tokens=options.initialization_tokens,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from heinsen_jax.data.config import AnyDataConfig, DataConfig
-from heinsen_jax.models.config import LanguageModelConfig
+from heinsen_jax.models.config import Dtype, LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.typing import JSON, config_dataclass
 
@@ -119,6 +119,9 @@ class DistillationConfig:
 
     teacher: str | None = None
     """Folder of the teacher, a run or a model folder; no distillation when None."""
+    teacher_dtype: Dtype | None = None
+    """Dtype of the teacher's matrices and of activations in its matrix products; as saved when
+    None. Initial weights are the saved ones in any case."""
     start: str | None = None
     """Folder of the run with the initial weights; the teacher's weights when None. Parameters that
     are not in it are initialized randomly."""

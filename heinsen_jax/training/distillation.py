@@ -23,7 +23,7 @@ from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.objectives.cross_entropy import distilled_losses
 from heinsen_jax.objectives.objective import RandomKey
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.load import load_architecture, load_run
+from heinsen_jax.runs.load import Precision, load_architecture, load_run
 from heinsen_jax.sharding import put, shardings
 from heinsen_jax.storage.files import storage_errors, write_atomically
 from heinsen_jax.training.config import DistillationConfig
@@ -120,16 +120,17 @@ class Distillation:
         """
         if config.teacher is None:
             return None
-        teacher, _, _ = load_run(config.teacher, on_host=True)
+        precision = Precision(dtype=config.teacher_dtype, param_dtype=config.teacher_dtype)
+        teacher, _, _ = load_run(config.teacher, on_host=True, precision=precision)
         return cls(config, model, teacher, new_parameters(model, teacher.config))
 
     def start(self) -> Mapping[str, np.ndarray]:
         """The initial weights by name, from the latest checkpoint of `config.start` or from the
         teacher. Parameters that are initialized randomly are left out."""
-        if self.config.start is None:
-            return shared_weights(self.model, self.teacher)
-        model, _, _ = load_run(self.config.start, best=False, on_host=True)
-        return shared_weights(self.model, model)
+        config, source = self.config, self.teacher
+        if folder := config.start or (config.teacher_dtype and config.teacher):
+            source, _, _ = load_run(folder, best=config.start is None, on_host=True)
+        return shared_weights(self.model, source)
 
     @cached_property
     def weights_hash(self) -> str:

@@ -14,7 +14,7 @@ from heinsen_jax import data
 from heinsen_jax.data import Batch
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.hub import save_pretrained
-from heinsen_jax.models import Layers
+from heinsen_jax.models import LanguageModel, Layers
 from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.objectives.cross_entropy import distilled_losses
 from heinsen_jax.pytrees import flatten_with_names
@@ -191,6 +191,29 @@ def test_the_teacher_is_loaded_into_the_memory_of_the_host(teacher, tmp_path, mo
         distillation = Distillation.of(settings, chosen.model)
         arrays = jax.tree.leaves(nnx.state(distillation.teacher, nnx.Param))
         assert {type(x) for x in [*arrays, *distillation.start().values()]} == {np.ndarray}
+
+
+def test_the_teacher_may_have_another_dtype(teacher, tmp_path):
+    """Its predictions are rounded, and initial weights are not."""
+    workdir, _, chosen = teacher
+    linear = replace(chosen.model, attention=HEDGEHOG)
+    settings = DistillationConfig(teacher=str(workdir), divergence_weight=1.0)
+    exact, rounded = (
+        Distillation.of(replace(settings, teacher_dtype=dtype), linear)
+        for dtype in (None, "bfloat16")
+    )
+    for name, value in exact.start().items():
+        np.testing.assert_array_equal(value, rounded.start()[name])
+    weights = flatten_with_names(nnx.state(rounded.teacher, nnx.Param))
+    assert {x.dtype.name for x in weights.values() if x.ndim > 2} == {"bfloat16"}
+    ours = LanguageModel(linear, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, linear.vocab_size, (2, 13))
+    batch = Batch(tokens, np.ones((2, 12), bool))
+    exact, rounded = (
+        x(ours, batch, jax.random.key(0), nnx.state(x.teacher, nnx.Param)).losses
+        for x in (exact, rounded)
+    )
+    assert 0 < np.mean(np.abs(exact - rounded)) < 0.02
 
 
 def test_a_run_resumes_with_the_weights_of_its_teacher(teacher, tmp_path):

@@ -8,7 +8,7 @@ from flax import nnx
 from heinsen_jax.data import Batch
 from heinsen_jax.models import Layers
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.initialization import RIDGE, fit_to_teacher
+from heinsen_jax.training.initialization import CANDIDATES, RIDGE, fit_to_teacher
 from tests.models.conversion_test import HEDGEHOG, model, of_layer
 
 TOKENS = np.random.default_rng(0).integers(0, 264, (3, 25))
@@ -53,6 +53,40 @@ def test_output_projections_minimize_the_error(segment_ids):
     before, after = (flatten_with_names(nnx.state(each, nnx.Param)) for each in (ours, have))
     changed = {name for name, value in before.items() if not np.array_equal(value, after[name])}
     assert changed == {"blocks.1.attention.output.kernel.value"}
+
+
+@pytest.mark.parametrize("features", ["hedgehog", "identity"])
+def test_merged_layers_have_the_best_of_some_log_weights(features):
+    """The log weight is chosen last, given the features."""
+    options = {"window_size": 4, "features": features}
+    teacher = model("softmax", seed=1)
+    ours = model((Layers("log_window", options=options), "softmax"), seed=2)
+    have = fitted(ours, teacher, None)
+    before, after = (of_layer(each, 0).attention for each in (ours, have))
+    x, wanted_x = (each.embedded(TOKENS[:, :-1], None)[0] for each in (have, teacher))
+    _, inputs, _ = of_layer(have, 0).attention_input(x)
+    theirs = of_layer(teacher, 0)
+    wanted = np.asarray(theirs.attention(theirs.attention_input(wanted_x)[1]), np.float64)[MASK]
+    start = np.asarray(before.output.kernel[...], np.float64)
+    chosen = np.asarray(after.log_weight_bias[...])
+    after.output, errors = (lambda heads: heads), []
+    _, shifts = CANDIDATES["log_weight_bias"]
+    for shift in shifts:
+        after.log_weight_bias[...] = before.log_weight_bias[...] + shift
+        heads = np.asarray(after(inputs), np.float64)[MASK]
+        weight = np.sqrt(RIDGE * np.mean(np.sum(heads**2, 0)))
+        rows = np.concatenate([heads, weight * np.eye(len(start))])
+        target = np.concatenate([wanted, weight * start])
+        best, *_ = np.linalg.lstsq(rows, target, rcond=None)
+        errors.append(np.sum((heads @ best - wanted) ** 2))
+    best = before.log_weight_bias[...] + shifts[np.argmin(errors)]
+    np.testing.assert_allclose(chosen, best, rtol=1e-6)
+    if features == "hedgehog":
+        for name in ("query_features", "key_features"):
+            first, then = (np.asarray(getattr(x, name)[...]) for x in (before, after))
+            factor = np.max(then) / np.max(first)
+            np.testing.assert_allclose(then, factor * first)
+            assert factor in CANDIDATES[name][1]
 
 
 def test_layers_that_stay_are_not_fitted():

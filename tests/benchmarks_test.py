@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from heinsen_jax.interop.transformers import import_model
 from studies import Comparison
-from tests.conftest import ALL_TESTS, SHORT_TESTS, SLOW
+from tests.conftest import ALL_TESTS, GOLDEN_FOLDER, SHORT_TESTS, SLOW
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,6 +44,27 @@ def test_generation(tmp_path):
     assert rows["log", 3000]["seconds"] > 0
     assert rows["softmax", 10]["seconds"] > 0
     assert "GB of states" in rows["softmax", 3000]["refused"]
+
+
+@pytest.mark.nightly
+def test_linearizations(tmp_path):
+    teacher = import_model(str(GOLDEN_FOLDER / "transformers/qwen2"), tmp_path / "teacher")
+    labels = "window of 92, 4 sinks", "log, Hedgehog, decay"
+    sizes = {"tokens": 1024, "sequence-length": 64, "batch-size": 8, "dtype": "float32"}
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_linearize.py"), "--labels", *labels]
+    for option, value in sizes.items():
+        command += [f"--{option}", str(value)]
+    text, output = tmp_path / "text.txt", tmp_path / "record.json"
+    text.write_text("attention of constant cost\n" * 1000)
+    folders = {"model": teacher, "data": text, "workdir": tmp_path / "runs", "output": output}
+    for option, value in folders.items():
+        command += [f"--{option}", str(value)]
+    subprocess.run(command, check=True, timeout=600)
+    runs = json.loads(output.read_text())["runs"]
+    names = {label: [row["name"] for row in runs[label]["results"]] for label in labels}
+    assert names[labels[0]][2:] == ["teacher trained further", "windows alone"]
+    assert names[labels[1]] == ["teacher", "linearized"]
+    assert runs[labels[1]]["results"][1]["tokens"] == 1024
 
 
 def test_unknown_parts_are_named():

@@ -8,6 +8,7 @@ mkdir runs/teachers/wikitext2  # with WikiText-2's wiki.valid.tokens as train.tx
 python -m studies linearize_smollm2
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ log-attention alone, and twice as much for a window of 64 merged with log-attent
 the command. Windows have the teacher's rotary positions; sinks are the first tokens of a sequence.
 All 30 layers are replaced, or 24: "every fifth" keeps layers 4, 9, ..., 29, and "chosen" the
 layers that `--keep auto:6` chooses. One seed, and a peak learning rate of 0.0001, unless another is
-given.
+given as "rate".
 """
 WINDOW, SINKS = "window of 96", "window of 92, 4 sinks"
 MERGED, LARGER = "window of 16 merged with log", "window of 64 merged with log"
@@ -55,6 +56,8 @@ CHOSEN = {SINKS: (17, 18, 20, 23, 24, 28)}
 """Layers that `--keep auto:6` chooses."""
 TOKENS = {"10k": 5, "30k": 15, "100k": 49}
 """Updates of 2,048 tokens."""
+RATED, RATES = (SINKS, MERGED), (3e-5, 3e-4)
+"""Models that are trained with other peak learning rates as well, and these rates."""
 LAST = (TRAINED_FURTHER, WINDOW, SINKS, MERGED, "Gated DeltaNet")
 """Models that are trained on 100k tokens."""
 
@@ -101,6 +104,10 @@ def models(teacher: LanguageModelConfig) -> sweeps.Sweep:
     for label, attention in {**MECHANISMS, LARGER: "log_window:window_size=64"}.items():
         sweep[label] = {"model": linear_layers(teacher, attention)}
         sweep[label + NOT_FITTED] = sweep[label] | {"distillation.initialization_tokens": 0}
+    for label, rate in itertools.product(RATED, RATES):
+        changed = {"learning_rate": rate, "end_learning_rate": rate / 10}
+        changed = {f"optimizer.{name}": value for name, value in changed.items()}
+        sweep[f"{label}, rate {rate:g}"] = sweep[label] | changed
     for label, layers in CHOSEN.items():
         for how, keep in ("every fifth", ("4::5",)), ("6 chosen", tuple(map(str, layers))):
             model = linear_layers(teacher, MECHANISMS[label], keep)
@@ -110,11 +117,8 @@ def models(teacher: LanguageModelConfig) -> sweeps.Sweep:
 
 def is_run(labels: Mapping[str, str]) -> bool:
     model, tokens = labels["model"], labels["tokens"]
-    is_middle = labels["learning_rate"] == "0.0001"
     if labels["seed"] != "11":
-        return is_middle and tokens == "30k" and model in (WINDOW, SINKS, MERGED)
-    if not is_middle:
-        return tokens == "10k" and model in (SINKS, MERGED)
+        return tokens == "30k" and model in (WINDOW, SINKS, MERGED)
     if tokens == "100k":
         return model in LAST
     is_main = model in (TRAINED_FURTHER, LARGER, *MECHANISMS)
@@ -131,9 +135,9 @@ def get_study() -> Study:
         axes={
             "tokens": {label: {"training.steps": steps} for label, steps in TOKENS.items()},
             "model": models(teacher.model),
-            "learning_rate": sweeps.learning_rates(3e-5, 1e-4, 3e-4),
             "seed": sweeps.seeds(11, 12),
         },
+        tuned=(),
         extra_metrics=("loss_2048",),
         select=is_run,
         baseline=TRAINED_FURTHER,

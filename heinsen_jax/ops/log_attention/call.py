@@ -235,6 +235,24 @@ def resolve_implementation(
     return Scan() if chosen == "scan" else None
 
 
+def with_measured_kernel(arguments: Arguments) -> Arguments:
+    """The arguments of `log_attention`, with `implementation="gpu"` if none is chosen and that was
+    measured to be faster."""
+    others = "segment_ids", "key_value_seq_lengths", "log_decay", "state", "local_window_size"
+    is_plain = arguments.is_causal and all(getattr(arguments, name) is None for name in others)
+    *batch, length, num_heads, depth = arguments.query.shape
+    if arguments.implementation is not None or not is_plain:
+        return arguments
+    if any(map(is_symbolic, arguments.query.shape)) or not mosaic.is_measured(
+        depths=(depth, arguments.value.shape[-1]),
+        dtype=arguments.dtype,
+        length=length,
+        num_heads=math.prod(batch) * num_heads,
+    ):
+        return arguments
+    return dataclasses.replace(arguments, implementation="gpu")
+
+
 def check(arguments: Arguments, *, return_state: bool) -> None:
     """Raise ValueError or NotImplementedError for invalid arguments."""
     _check_arrays(arguments)

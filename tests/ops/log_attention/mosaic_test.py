@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu
 from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention import mosaic, reference
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.ops.log_attention.mosaic import Fused
+from heinsen_jax.ops.log_attention.mosaic import Fused, parts
 from heinsen_jax.ops.log_attention.scan import Scan
 from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from tests.ops.log_attention.cases import assert_within
@@ -178,10 +179,63 @@ def test_outputs_states_and_gradients(case, is_log, seed):
     assert_exact(actual, oracle(*arrays, is_log=is_log), 1)
 
 
-def extremes(name: str, seed: int) -> tuple[Inputs, Averages]:
+SPLIT_CASES = (
+    Case(200, batch=2),
+    Case(200, groups=2, heads=2, key_depth=20, options=("decay per head",)),
+    Case(200, batch=2, options=("segments", "decay per feature")),
+)
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one chunk or more."""
+    monkeypatch.setattr(parts, "LEAST_CHUNKS", 1)
+
+
+@pytest.mark.parametrize("is_log", [True, False])
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+@each_seed
+@pytest.mark.usefixtures("short_parts")
+def test_states_before_parts(case, is_log, seed):
+    """They are the states after the tokens before, and so are their gradients."""
+    inputs, state = draw(replace(case, length=192), seed)
+    assert parts.number_of_parts(inputs) == 3
+
+    def before_parts(inputs: Inputs, state: Averages) -> Tree:
+        if is_log:
+            state = state._replace(mean=jnp.exp(state.mean))
+        before = parts.in_parts(inputs, state, 3, is_log=is_log)[1]
+        mean = jnp.log(before.mean) if is_log else before.mean
+        return before._replace(mean=mean)
+
+    def one_after_the_other(inputs: Inputs, state: Averages) -> Tree:
+        states = [state]
+        for part in range(2):
+            tokens = jax.tree.map(lambda x, part=part: x[:, 64 * part :][:, :64], inputs)
+            states.append(Scan().causal(tokens, states[-1], is_log=is_log)[2])
+        return jax.tree.map(lambda *x: jnp.stack(x, 1).reshape(-1, *x[0].shape[1:]), *states)
+
+    actual, expected = (
+        differentiate(function, inputs, state, seed)
+        for function in (before_parts, one_after_the_other)
+    )
+    assert_exact(actual, expected, 1)
+
+
+@slow
+@pytest.mark.parametrize("is_log", [True, False])
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+@each_seed
+@pytest.mark.usefixtures("a_gpu", "short_parts")
+def test_sequences_are_split(case, is_log, seed):
+    arrays = draw(case, seed)
+    assert_exact(by(KERNELS, *arrays, is_log=is_log), oracle(*arrays, is_log=is_log), 1)
+
+
+def extremes(name: str, seed: int, length: int) -> tuple[Inputs, Averages]:
     std = 1e30 if name == "std 1e30" else 1.0
-    inputs, state = draw(Case(70), seed, std)
-    tokens = np.arange(70, dtype=np.float32)[:, None, None]
+    inputs, state = draw(Case(length), seed, std)
+    tokens = np.arange(length, dtype=np.float32)[:, None, None]
     match name:
         case "keys rise by 10 per token":
             inputs = replace(inputs, key=inputs.key + 10 * tokens)
@@ -209,10 +263,11 @@ EXTREMES = (
 
 @slow
 @pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("length", [70, 200], ids=["whole", "in parts"])
 @each_seed
-@pytest.mark.usefixtures("a_gpu")
-def test_sums_out_of_range_are_computed_by_chunked(name, seed):
-    arrays = extremes(name, seed)
+@pytest.mark.usefixtures("a_gpu", "short_parts")
+def test_sums_out_of_range_are_computed_by_chunked(name, length, seed):
+    arrays = extremes(name, seed, length)
     assert np.isnan(by(KERNELS, *arrays, is_log=True)[0][0]).all()
     size = max(
         float(np.max(np.abs(x), where=np.isfinite(x), initial=0)) for x in jax.tree.leaves(arrays)
@@ -285,6 +340,10 @@ def test_windows(function, seed):
     assert_within(y, want, 1e-5)
 
 
+def lowered_for_cuda(function: Callable, *arrays: Any) -> str:
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize(
     ("dtype", "depth", "options"),
     [
@@ -307,8 +366,65 @@ def test_kernels_can_be_lowered(function, dtype, depth, options, monkeypatch):
         y = function(x, x, x, implementation="gpu", **keywords)
         return jnp.sum(y.astype(jnp.float32))
 
-    lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 3  # forward, and two gradients
+    text = lowered_for_cuda(jax.grad(loss), x)
+    assert text.count("custom_call @mosaic_gpu") == 3  # forward, and two gradients
+
+
+def test_kernels_on_a_mesh_with_explicit_axes(monkeypatch):
+    monkeypatch.setattr(mosaic, "is_available", lambda: True)
+    mesh = jax.make_mesh((1,), ("data",))
+
+    def loss(x):
+        y = log_attention(x, x, x, implementation="gpu")
+        return jnp.sum(y.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.zeros((2, 128, 2, 32), jnp.bfloat16), jax.P("data"))
+        assert lowered_for_cuda(jax.grad(loss), x).count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_chosen"),
+    [
+        ({}, True),
+        ({"depth": 64}, True),
+        ({"depth": 128}, False),
+        ({"batch": 7}, False),
+        ({"length": 1023}, False),
+        ({"dtype": "float32"}, False),
+        ({"switch": "0"}, False),
+        ({"capability": "10.0"}, False),
+        ({"num_gpus": 2}, False),
+        ({"op": heinsen_attention}, False),
+        ({"keywords": {"return_state": True}}, True),
+        ({"keywords": {"is_causal": False}}, False),
+        ({"keywords": {"local_window_size": 20}}, False),
+        ({"keywords": {"segment_ids": jnp.zeros((8, 1024), jnp.int32)}}, False),
+        ({"keywords": {"log_decay": jnp.zeros((8, 1024, 16))}}, False),
+    ],
+    ids=str,
+)
+def test_kernels_are_the_default_where_they_were_measured_to_be_faster(
+    changes, is_chosen, monkeypatch
+):
+    case = {"batch": 8, "length": 1024, "depth": 32, "dtype": "bfloat16", "op": log_attention}
+    case |= {"capability": "9.0", "num_gpus": 1, "switch": "1", "keywords": {}} | changes
+    gpu = SimpleNamespace(platform="gpu", compute_capability=case["capability"])
+    monkeypatch.setattr(mosaic.jax, "devices", lambda *_: [gpu] * case["num_gpus"])
+    monkeypatch.setenv(mosaic.SWITCH, case["switch"])
+    x = jnp.zeros((case["batch"], case["length"], 16, case["depth"]), case["dtype"])
+    function = partial(case["op"], **case["keywords"])
+    text = lowered_for_cuda(lambda x: function(x, x, x), x)
+    assert text.count("custom_call @mosaic_gpu") == is_chosen
+
+
+def test_computations_on_another_device_than_the_gpu_use_no_kernels(monkeypatch):
+    cpu = jax.devices()[0]
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(mosaic.jax, "devices", lambda *_: [gpu])
+    assert mosaic.capabilities() == [9.0]
+    with jax.default_device(cpu):
+        assert mosaic.capabilities() == []
 
 
 def test_without_a_gpu_it_is_refused():

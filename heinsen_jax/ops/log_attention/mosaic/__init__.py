@@ -1,6 +1,7 @@
 """Log-attention as fused GPU kernels: experimental, run on an H100 and an H200 only.
 
-`check` tells whether the kernels support a call; `Fused` computes it. Mosaic GPU is the kernel
+`check` tells whether the kernels support a call, `is_measured` whether they are the default for it;
+`Fused` computes it. Mosaic GPU is the kernel
 language that JAX maintains for Hopper and later; it ships with JAX, lowers without a GPU, and can
 be interpreted on a CPU, which is how tests run the kernels without a GPU. CUDA C++ would need a
 compiler on users' machines, and Pallas's Triton backend is being retired.
@@ -11,6 +12,7 @@ call, forward and backward.
 """
 
 import importlib
+import os
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -25,12 +27,48 @@ from heinsen_jax.typing import Array, DTypeLike, Float
 
 DEEPEST_OF_FLOAT32 = 64
 HOPPER = 9.0
+DEFAULT_DEVICE = "jax_default_device"
+MEASURED_DEPTHS, MEASURED_LENGTH, MEASURED_HEADS = (32, 64), 1024, 128
+"""Head dimensions, and least numbers of tokens and of heads in a batch, with which the kernels were
+measured to be faster than `Chunked`."""
+SWITCH = "HEINSEN_JAX_GPU_KERNELS"
+"""Environment variable: with 0, kernels are not chosen by default."""
+
+
+def capabilities() -> list[float]:
+    """The compute capabilities of the GPUs of this process, if they are JAX's default devices."""
+    chosen = getattr(jax.config, DEFAULT_DEVICE)
+    if chosen is not None and getattr(chosen, "platform", chosen) not in ("gpu", "cuda"):
+        return []
+    gpus = (device for device in jax.devices() if device.platform == "gpu")
+    return [float(getattr(gpu, "compute_capability", 0)) for gpu in gpus]
 
 
 def is_available() -> bool:
     """Return whether this process has a GPU that the kernels support."""
-    gpus = [device for device in jax.devices() if device.platform == "gpu"]
-    return any(float(getattr(gpu, "compute_capability", 0)) >= HOPPER for gpu in gpus)
+    return any(capability >= HOPPER for capability in capabilities())
+
+
+def is_measured(*, depths: tuple[int, int], dtype: DTypeLike, length: int, num_heads: int) -> bool:
+    """Whether the kernels were measured to be faster for a causal call, without decay, segments,
+    padding, windows and states, on the only device of this process, and `SWITCH` is not 0.
+
+    Args:
+      depths: head dimensions of keys and values.
+      dtype: dtype of all arrays.
+      length: number of tokens of a sequence.
+      num_heads: number of heads of all sequences.
+    """
+    if os.environ.get(SWITCH) == "0" or capabilities() != [HOPPER]:
+        return False
+    is_large = length >= MEASURED_LENGTH and num_heads >= MEASURED_HEADS
+    if dtype != jnp.bfloat16 or {*depths} - {*MEASURED_DEPTHS} or not is_large:
+        return False
+    try:
+        _calls()
+    except NotImplementedError:  # of a version of JAX that the kernels are not written for
+        return False
+    return True
 
 
 def check(*, depths: tuple[int, int], dtype: DTypeLike, is_causal: bool) -> None:

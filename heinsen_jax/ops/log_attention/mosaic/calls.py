@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.mosaic import kernels
 from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK, Operands, pad_features
+from heinsen_jax.ops.log_attention.mosaic.parts import in_parts, number_of_parts
 from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.numerics import reciprocal, safe_log, share
 from heinsen_jax.typing import Array, Float, Int
@@ -23,9 +26,10 @@ def causal(
     otherwise: AttentionPasses, inputs: Inputs, state: Averages, *, is_log: bool
 ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
     """`Fused.causal`."""
-    length = inputs.length
-    padded = pad_tokens(inputs, -(-length // CHUNK) * CHUNK)
-    (y, log_z), after = _attend(otherwise, is_log, padded, state)
+    length, unit = inputs.length, CHUNK * number_of_parts(inputs)
+    padded = pad_tokens(inputs, -(-length // unit) * unit)
+    arrays = varying_like((padded, state), (padded, state))
+    (y, log_z), after = _attend(otherwise, is_log, *arrays)
     return y[:, :length], log_z[:, :length], after
 
 
@@ -33,7 +37,7 @@ def _primal(
     otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[Outputs, Averages]:
     """Return ((output, log Z), state after all tokens); their number is a multiple of the chunk
-    size."""
+    size, times the number of parts."""
     return _forward(otherwise, is_log, inputs, state)[0]
 
 
@@ -41,15 +45,17 @@ def _forward(
     otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
     linear = _to_linear(state) if is_log else state
-    forward = kernels.forward(Operands.of(inputs, linear), is_log)
-    after = _after(inputs, forward)
-    way = _way(linear, after, forward, is_log)
+    tokens, before = in_parts(inputs, linear, number_of_parts(inputs), is_log=is_log)
+    forward = kernels.forward(Operands.of(tokens, before), is_log)
+    after = _after(tokens, forward)
+    way = _way(before, after, forward, is_log)
 
     def by_kernels() -> tuple[Outputs, Averages]:
         sizes = inputs.query.shape[:-1]
         y = forward.y[..., : inputs.value.shape[-1]].reshape(*sizes, -1)
         log_z = jnp.moveaxis(forward.log_z, 1, 2).reshape(sizes)
-        return (y, log_z), after._replace(mean=safe_log(after.mean)) if is_log else after
+        end = _last_parts(after, inputs)
+        return (y, log_z), end._replace(mean=safe_log(end.mean)) if is_log else end
 
     def exactly() -> tuple[Outputs, Averages]:
         return _exactly(otherwise, is_log, inputs, state)
@@ -67,13 +73,27 @@ def _backward(
     inputs, state, forward, way = residuals
 
     def by_kernels() -> tuple[Inputs, Averages]:
-        d_outputs, d_after = cotangents
-        if not is_log:
-            return _cotangents(inputs, state, forward, d_outputs, d_after, is_log)
-        after, linear = _after(inputs, forward), _to_linear(state)
-        d_after = d_after._replace(mean=d_after.mean * reciprocal(after.mean))
-        d_inputs, d_state = _cotangents(inputs, linear, forward, d_outputs, d_after, is_log)
-        return d_inputs, d_state._replace(mean=d_state.mean * linear.mean)
+        (d_y, d_log_z), d_after = cotangents
+        linear, starts = _to_linear(state) if is_log else state, inputs.starts
+        parts = number_of_parts(inputs)
+
+        def split(inputs: Inputs, state: Averages) -> tuple[Inputs, Averages]:
+            tokens, before = in_parts(replace(inputs, starts=starts), state, parts, is_log=is_log)
+            return replace(tokens, starts=None), before
+
+        (tokens, before), pullback = jax.vjp(split, replace(inputs, starts=None), linear)
+        if starts is not None:
+            tokens = replace(tokens, starts=starts.reshape(tokens.key.shape[:2]))
+        if is_log:
+            end = _last_parts(_after(tokens, forward), inputs)
+            d_after = d_after._replace(mean=d_after.mean * reciprocal(end.mean))
+        d_after = jax.tree.map(partial(_of_last_part, parts), d_after)
+        sizes = tokens.query.shape[:-1]
+        d_outputs = d_y.reshape(*sizes, -1), d_log_z.reshape(sizes)
+        d_inputs, d_state = pullback(
+            _cotangents(tokens, before, forward, d_outputs, d_after, is_log)
+        )
+        return d_inputs, d_state._replace(mean=d_state.mean * linear.mean) if is_log else d_state
 
     def exactly() -> tuple[Inputs, Averages]:
         def attend(inputs: Inputs, state: Averages) -> tuple[Outputs, Averages]:
@@ -109,6 +129,18 @@ def _exactly(
     exact = replace(inputs, query=query, key=key, value=value)
     y, log_z, after = otherwise.causal(exact, state, is_log=is_log)
     return (y.astype(inputs.value.dtype), log_z), after
+
+
+def _last_parts(states: Averages, inputs: Inputs) -> Averages:
+    """The states of the last parts of all sequences, of the states of all parts."""
+    parts = number_of_parts(inputs)
+    return jax.tree.map(lambda x: x[parts - 1 :: parts], states)
+
+
+def _of_last_part(parts: int, x: Float[Array, "B *N"]) -> Float[Array, "B*P *N"]:
+    """x for the last part of each sequence, and zeros for the others."""
+    x = jnp.pad(x[:, None], [(0, 0), (parts - 1, 0), *[(0, 0)] * (x.ndim - 1)])
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _to_linear(state: Averages) -> Averages:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.log_attention.mosaic.matrices import (
     BF16,
     F32,
@@ -131,7 +132,8 @@ class KernelCall:
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup
             ),
         )
-        return dict(zip(outputs, kernel(*operands.values()), strict=True))
+        results = varying_like(kernel(*operands.values()), operands)
+        return dict(zip(outputs, results, strict=True))
 
     def _is_read_late(self, name: str) -> bool:
         """Return whether factors in three parts leave no shared memory for an operand."""
@@ -183,13 +185,15 @@ class Program:
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
         self.group = self.head // call.heads_of_group
 
+    # Products by 1 have no mark that an operand varies over the devices of a mesh: other arrays in
+    # kernels have none, and the carries of a loop must have equal types.
     def of_group(self, name: str, layout: Layout) -> Array:
         """Return this group's part of an operand."""
-        return load(self.refs[name].at[self.batch, self.group], layout)
+        return 1.0 * load(self.refs[name].at[self.batch, self.group], layout)
 
     def of_head(self, name: str, layout: Layout) -> Array:
         """Return this head's part of an operand."""
-        return load(self.refs[name].at[self.batch, self.head], layout)
+        return 1.0 * load(self.refs[name].at[self.batch, self.head], layout)
 
     def stream(self, step: Step[Carry], carry: Carry, reverse: bool = False) -> Carry:
         """Iterate step(chunk, tiles, carry) over all chunks, each fetched while the preceding one

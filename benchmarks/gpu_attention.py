@@ -3,10 +3,11 @@
     python benchmarks/gpu_attention.py [--output benchmarks/results/gpu_attention.json]
 
 Log-attention is first checked against the definition on short sequences, and everything compiled,
-several functions at a time. Then the GPU's bandwidth and bfloat16 operations per second are
-measured, and the forward pass, and forward and backward passes, of the chunked form and of the
-experimental kernels (`implementation="gpu"`), over lengths, head dimensions and dtypes, compared
-with
+several functions at a time. Besides plain calls, `--calls` names calls with segments or decay, and
+`heinsen_attention`, for which nothing else is measured. Then the GPU's bandwidth and bfloat16
+operations per second are measured, and the forward pass, and forward and backward passes, of the
+chunked form and of the experimental kernels (`implementation="gpu"`), over lengths, head dimensions
+and dtypes, compared with
 
 - cudnn: softmax attention, `jax.nn.dot_product_attention(implementation="cudnn")`, in bfloat16;
 - if PyTorch is installed, its softmax attention, and the published form of log-attention;
@@ -40,7 +41,8 @@ from common import ROOT
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.ops import log_attention
+from heinsen_jax.ops import heinsen_attention, log_attention
+from heinsen_jax.ops.log_attention.mosaic import parts
 from heinsen_jax.runtime.environment import environment
 
 HEADS_OF_DEPTH = {32: 24, 64: 16, 128: 8}
@@ -50,6 +52,7 @@ LENGTHS_OF_TOKENS = {
 }
 DTYPES = ("bfloat16", "float32")
 TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # relative error in norm against float64
+CHECKED_LENGTHS = (300, 1100)  # the longer sequences are split
 LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
 COMPILED_AT_A_TIME = 12
@@ -57,11 +60,27 @@ CALLS = 20  # calls per synchronization, which needs more time than a kernel; fe
 LONGEST_REPEAT = 0.2  # seconds of all calls of a synchronization
 
 
+def segments(query: jax.Array) -> dict[str, jax.Array]:
+    """Segments of 300 tokens."""
+    return {"segment_ids": jnp.broadcast_to(jnp.arange(query.shape[1]) // 300, query.shape[:2])}
+
+
+PLOTTED = "bfloat16", "plain"
+KINDS: dict[str, tuple[Callable, Callable]] = {
+    "plain": (log_attention, lambda query: {}),
+    "segments": (log_attention, segments),
+    "decay": (log_attention, lambda query: {"log_decay": jnp.full(query.shape[:-1], -0.01)}),
+    "heinsen": (heinsen_attention, lambda query: {}),
+}
+"""Functions, and their keywords."""
+
+
 class Shape(NamedTuple):
     tokens: int
     length: int
     depth: int
     dtype: str
+    call: str = "plain"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -86,6 +105,8 @@ class Options:
       tokens: numbers of tokens in a batch.
       lengths: numbers of tokens in a sequence, if not more than in the batch; `LENGTHS_OF_TOKENS`
         when None.
+      calls: kinds of calls.
+      programs: number of programs up to which sequences are split; the default when None.
     """
 
     output: Path = ROOT / "benchmarks/results/gpu_attention.json"
@@ -94,13 +115,15 @@ class Options:
     dtypes: tuple[str, ...] = DTYPES
     tokens: tuple[int, ...] = tuple(LENGTHS_OF_TOKENS)
     lengths: tuple[int, ...] | None = None
+    calls: tuple[str, ...] = ("plain",)
+    programs: int | None = None
 
     def shapes(self) -> Iterator[Shape]:
-        for tokens in self.tokens:
+        for call, tokens in itertools.product(self.calls, self.tokens):
             lengths = self.lengths or LENGTHS_OF_TOKENS.get(tokens, ())
             for depth, dtype, length in itertools.product(self.depths, self.dtypes, lengths):
                 if length <= tokens:
-                    yield Shape(tokens, length, depth, dtype)
+                    yield Shape(tokens, length, depth, dtype, call)
 
 
 class Way(NamedTuple):
@@ -116,13 +139,16 @@ class Way(NamedTuple):
 
 
 def in_jax(function: Callable, **options: Any) -> Way:
-    @jax.jit
-    def forward(query, key, value, cotangent):
-        return [function(query, key, value)]
+    @partial(jax.jit, static_argnames="call")
+    def forward(query, key, value, cotangent, *, call="plain"):
+        return [function(query, key, value, call)]
 
-    @jax.jit
-    def both(query, key, value, cotangent):
-        output, pullback = jax.vjp(function, query, key, value)
+    @partial(jax.jit, static_argnames="call")
+    def both(query, key, value, cotangent, *, call="plain"):
+        def attend(query, key, value):
+            return function(query, key, value, call)
+
+        output, pullback = jax.vjp(attend, query, key, value)
         return [output, *pullback(cotangent)]
 
     def arrays(shape: Shape) -> list[jax.Array]:
@@ -152,6 +178,16 @@ def in_torch(function: Callable, **options: Any) -> Way:
     return Way(forward, both, arrays, lambda _: torch.cuda.synchronize(), **options)
 
 
+def ours(implementation, query, key, value, call):
+    function, keywords = KINDS[call]
+    return function(query, key, value, implementation=implementation, **keywords(query))
+
+
+def softmax(query, key, value, call):
+    assert call == "plain"
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
 def torch_softmax(query, key, value):
     functional = importlib.import_module("torch.nn.functional")
     heads_first = (x.transpose(1, 2) for x in (query, key, value))
@@ -176,12 +212,9 @@ def flash_linear_attention(query, key, log_value):
 
 def ways(console: Console) -> dict[str, Way]:
     implementations = {
-        "chunked": in_jax(partial(log_attention, implementation="chunked")),
-        "gpu": in_jax(partial(log_attention, implementation="gpu")),
-        "cudnn": in_jax(
-            partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
-            is_same_function=False,
-        ),
+        "chunked": in_jax(partial(ours, "chunked")),
+        "gpu": in_jax(partial(ours, "gpu")),
+        "cudnn": in_jax(softmax, is_same_function=False),
     }
     if importlib.util.find_spec("torch"):
         implementations["torch softmax"] = in_torch(torch_softmax, is_same_function=False)
@@ -221,21 +254,21 @@ def worst_error(name: str, way: Way, shapes: Sequence[Shape]) -> float | None:
 
 def error_of(way: Way, shape: Shape) -> float:
     """`worst_error` of one shape."""
-    arrays = way.arrays(shape)
-    have = [to_numpy(x) for x in way.both(*arrays)]
+    arrays, keywords = way.arrays(shape), {} if shape.call == "plain" else {"call": shape.call}
+    have = [to_numpy(x) for x in way.both(*arrays, **keywords)]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [jnp.asarray(to_numpy(x)) for x in arrays]
-        definition = in_jax(partial(log_attention, implementation="reference"))
-        want = [np.asarray(x) for x in definition.both(*wide)]
+        definition = in_jax(partial(ours, "reference"))
+        want = [np.asarray(x) for x in definition.both(*wide, call=shape.call)]
     pairs = zip(have, want, strict=True)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 
 
-def seconds_of(call: Callable, way: Way, repeats: int) -> float:
+def seconds_of(call: Callable, wait: Callable, repeats: int) -> float:
     """Return the median time of several calls with one synchronization at the end."""
-    way.wait(call())
+    wait(call())
     began = time.perf_counter()
-    way.wait(call())
+    wait(call())
     calls = max(1, min(CALLS, int(LONGEST_REPEAT / (time.perf_counter() - began))))
     times = []
     for _ in range(repeats):
@@ -243,7 +276,7 @@ def seconds_of(call: Callable, way: Way, repeats: int) -> float:
         result = None
         for _ in range(calls):
             result = call()
-        way.wait(result)
+        wait(result)
         times.append((time.perf_counter() - began) / calls)
     return statistics.median(times)
 
@@ -252,9 +285,8 @@ def measure_card() -> dict[str, float]:
     """Return bytes copied per second, read and written, and operations per second."""
     x = jnp.ones((1 << 29,), jnp.float32)
     a = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
-    way = in_jax(lambda *x: x)
-    copying = seconds_of(partial(jax.jit(lambda x: x + 1), x), way, 5)
-    product = seconds_of(partial(jax.jit(jnp.matmul), a, a), way, 5)
+    copying = seconds_of(partial(jax.jit(lambda x: x + 1), x), jax.block_until_ready, 5)
+    product = seconds_of(partial(jax.jit(jnp.matmul), a, a), jax.block_until_ready, 5)
     return {"bytes_a_second": 2 * x.nbytes / copying, "operations_a_second": 2 * 8192**3 / product}
 
 
@@ -266,7 +298,8 @@ def compiled(function: Any, shape: Shape) -> Callable:
     """Return a function of JAX compiled for a shape; one of PyTorch unchanged."""
     if not hasattr(function, "lower"):
         return function
-    return function.lower(*4 * [jax.ShapeDtypeStruct(shape.sizes, shape.dtype)]).compile()
+    arrays = 4 * [jax.ShapeDtypeStruct(shape.sizes, shape.dtype)]
+    return function.lower(*arrays, call=shape.call).compile()
 
 
 def compile_all(ways: dict[str, Way], options: Options) -> CompiledFunctions:
@@ -278,6 +311,7 @@ def compile_all(ways: dict[str, Way], options: Options) -> CompiledFunctions:
             }
             for shape in options.shapes()
             for name, way in ways.items()
+            if name in OURS or shape.call == "plain"
         }
 
 
@@ -288,13 +322,15 @@ def measure(
     skipped."""
     results = {}
     for name, way in ways.items():
+        if name not in OURS and shape.call != "plain":
+            continue
         if name == "torch original" and shape.length > LONGEST_OF_ORIGINAL:
             results[name] = {"refused": f"more than {LONGEST_OF_ORIGINAL} tokens"}
             continue
         try:
             arrays = way.arrays(shape)
             seconds = {
-                kind: seconds_of(partial(function.result(), *arrays), way, repeats)
+                kind: seconds_of(partial(function.result(), *arrays), way.wait, repeats)
                 for kind, function in functions[name, shape].items()
             }
         except Exception as error:
@@ -309,7 +345,7 @@ def measure(
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    rows = [row for row in record["shapes"] if row["dtype"] == "bfloat16"]
+    rows = [row for row in record["shapes"] if (row["dtype"], row["call"]) == PLOTTED]
     rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
     depths = sorted({row["depth"] for row in rows})
     figure, panels = plt.subplots(
@@ -342,13 +378,19 @@ def main(options: Options) -> int:
         console.print("[red]--tokens, --lengths: nothing to measure; give lengths up to --tokens")
         return 2
     compared = ways(console)
+    if options.programs is not None:
+        parts.PROGRAMS = options.programs
     with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
         checks = {
             (dtype, name): pool.submit(
                 worst_error,
                 name,
                 way,
-                [Shape(2 * 300, 300, depth, dtype) for depth in options.depths],
+                [
+                    Shape(2 * length, length, depth, dtype, call)
+                    for depth, length in itertools.product(options.depths, CHECKED_LENGTHS)
+                    for call in (options.calls if name in OURS else ("plain",))
+                ],
             )
             for dtype in options.dtypes
             for name, way in compared.items()
@@ -374,11 +416,14 @@ def main(options: Options) -> int:
         "environment": environment(),
         "card": card,
         "repeats": options.repeats,
+        "programs": parts.PROGRAMS,
         "relative_errors": errors,
         "ways": list(compared),
         "shapes": [],
     }
-    table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
+    table = Table(
+        "tokens", "length", "depth", "type", "call", "way", "forward ms", "of roof", "both", "of"
+    )
     for shape in options.shapes():
         results = measure(compared, functions, shape, options.repeats, card["bytes_a_second"])
         record["shapes"].append(shape._asdict() | {"results": results})

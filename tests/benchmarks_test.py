@@ -47,6 +47,30 @@ def test_generation(tmp_path):
 
 
 @pytest.mark.nightly
+def test_gated_rules(tmp_path):
+    output = tmp_path / "record.json"
+    sizes = {"batch": "1", "length": "128", "heads": "2", "depth": "16", "dtype": "float32"}
+    sizes |= {"repeats": "1", "sizes": "32:4", "output": str(output)}
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_gated.py"), "--rules", "kda", "gla"]
+    command += [part for name, value in sizes.items() for part in (f"--{name}", value)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rules = json.loads(output.read_text())["rules"]
+    assert [*rules] == ["kda", "gla"]
+    for results in rules.values():
+        for name in ("ours", "ours 32:4"):
+            assert results[name]["seconds"]["both"] > 0
+            assert results[name]["relative_error"] < 1e-5
+
+
+def test_a_time_limit_leaves_out_what_is_not_measured_by_then():
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--seconds", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "attention: stopped by the time limit" in result.stdout
+    assert "tests: no time is left" in result.stdout
+
+
+@pytest.mark.nightly
 def test_linearizations(tmp_path):
     teacher = import_model(str(GOLDEN_FOLDER / "transformers/qwen2"), tmp_path / "teacher")
     labels = "window of 92, 4 sinks", "log, Hedgehog, decay"
@@ -71,7 +95,7 @@ def test_unknown_parts_are_named():
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--parts", "nonsense"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert "attention, training, decoding" in result.stdout
+    assert "attention, training, gated" in result.stdout
 
 
 def skip_unless_all_are_collected(request: pytest.FixtureRequest) -> None:

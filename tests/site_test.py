@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from heinsen_jax.attention import mechanism, names
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -17,4 +19,10 @@ def test_the_site_builds_without_warnings(tmp_path):
         'id="heinsen_jax.ops.log_attention.log_attention"'
         in (tmp_path / "site/reference/ops/index.html").read_text()
     )
+    mechanisms = (tmp_path / "site/reference/mechanisms/index.html").read_text()
+    for name in names():
+        assert f'<h2 id="{name}">' in mechanisms
+        kind = mechanism(name)
+        assert f'id="{kind.__module__}.{kind.__name__}"' in mechanisms
+    assert "<code>negative_eigenvalues</code>" in mechanisms
     assert (tmp_path / "site/benchmarks/results/front_page.png").exists()

@@ -102,6 +102,14 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     assert "--workdir" not in of_model
     assert "decay: as standard" in of_model  # on different lines in the source
     assert "--data.corpus" not in of_model
+    monkeypatch.setattr(sys, "argv", [*train("--help", "model.attention.gated_deltanet")])
+    assert main() == 0
+    of_mechanism = capsys.readouterr().out
+    assert "arXiv:2412.06464" in of_mechanism
+    assert "  convolution_size=4\n      Kernel size" in of_mechanism
+    monkeypatch.setattr(sys, "argv", [*train("--help", "model.attention.deltanett")])
+    assert main() == 2
+    assert "choose one of log, softmax" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*train("--help", "modle")])
     assert main() == 2
     assert "choose one of model, data" in capsys.readouterr().err

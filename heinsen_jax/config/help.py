@@ -1,7 +1,9 @@
-"""Help texts of configuration fields: the most common ones, or a section."""
+"""Help texts of configuration fields: common ones, those of a section, and options of mechanisms."""
 
 import dataclasses
+import inspect
 
+from heinsen_jax.attention.registry import mechanism, names
 from heinsen_jax.errors import UserError
 from heinsen_jax.runtime.arguments import options_of, print_fields
 from heinsen_jax.training.config import ExperimentConfig
@@ -25,6 +27,8 @@ FIRST = (
     "mesh.data",
     "mesh.fsdp",
 )
+MECHANISM = "model.attention."
+"""Before the name of a mechanism."""
 SECTIONS = tuple(x.name for x in dataclasses.fields(ExperimentConfig) if x.name != "seed")
 
 
@@ -33,11 +37,15 @@ def print_help(config: ExperimentConfig, section: str) -> None:
 
     Args:
       config: the configuration.
-      section: a section (model, data, ...), or "all"; "" for the most common fields.
+      section: a section (model, data, ...), or "all"; "" for the most common fields;
+        model.attention.NAME for the formula, the paper and the options of a mechanism.
 
     Raises:
-      UserError: unknown section.
+      UserError: unknown section or mechanism.
     """
+    if section.startswith(MECHANISM):
+        _print_mechanism(section.removeprefix(MECHANISM))
+        return
     options = options_of(ExperimentConfig, values=config)
     if section in (*SECTIONS, "all"):
         chosen = [x for x in options.values() if section in ("all", x.name.partition(".")[0])]
@@ -50,3 +58,12 @@ def print_help(config: ExperimentConfig, section: str) -> None:
     print("\nmost common fields, with their values here:\n")
     print_fields(options[name] for name in FIRST if name in options)  # a task has no corpus
     print(f"\nall fields of a section: --help SECTION, one of {', '.join(SECTIONS)}; or --help all")
+    print(f"options of a mechanism: --help {MECHANISM}NAME, for example {MECHANISM}gated_deltanet")
+
+
+def _print_mechanism(name: str) -> None:
+    if name not in names():
+        raise UserError(f"--help {MECHANISM}{name}: choose one of {', '.join(names())}")
+    layer = mechanism(name)
+    print(f"\n{inspect.getdoc(layer)}\n\noptions, as --model.attention {name}:OPTION=VALUE,...\n")
+    print_fields(options_of(layer.Config).values(), flags=False)

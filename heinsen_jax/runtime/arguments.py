@@ -433,11 +433,13 @@ def _usage(option: Option) -> str:
     return f"{option.flag} {name}"
 
 
-def print_fields(options: Iterable[Option]) -> None:
-    """Print options with their values and descriptions."""
+def print_fields(options: Iterable[Option], *, flags: bool = True) -> None:
+    """Print options with their values and descriptions, as flags or as `name=value`."""
     width = min(shutil.get_terminal_size().columns, 100) - 2
     for option in options:
-        if option.default is dataclasses.MISSING:
+        if not flags:
+            print(f"  {option.name}={option.default}")
+        elif option.default is dataclasses.MISSING:
             print(f"  {_usage(option)}")
         else:
             print(f"  {option.flag} {_shown(option)}".rstrip())

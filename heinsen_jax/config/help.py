@@ -1,4 +1,4 @@
-"""Help texts of configuration fields: common ones, those of a section, and options of mechanisms."""
+"""Help texts of configuration fields, and of mechanisms and their options."""
 
 import dataclasses
 import inspect

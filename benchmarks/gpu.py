@@ -40,7 +40,7 @@ ARGUMENTS = {
     "gated": (),
     "decoding": ("--batches", "1", "16", "--contexts", "4096", "32768", "--repeats", "3"),
 }
-"""Of the parts that are measured by gpu_<part>.py."""
+"""Arguments of gpu_<part>.py."""
 PARTS = (*ARGUMENTS, "tests", "shakespeare")
 
 

@@ -45,7 +45,7 @@ TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-3}
 """Relative error in norm; products may be in TF32."""
 CHECKED_LENGTH = 200
 SIZES = "CHUNK", "SMALL_CHUNK", "CHUNKS_IN_BLOCK"
-"""Of `matrix_state`."""
+"""Constants of `matrix_state`."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def recurrence(q: Any, k: Any, v: Any, g: Any, beta: Any = None) -> jax.Array:
 
 
 def measure(way: Way, rule: str, options: Options) -> dict[str, Any]:
-    """The error and the seconds of an implementation, or why there are none."""
+    """The error and the seconds of an implementation, or the reason for their absence."""
     try:
         error = worst_error(way, rule, replace(options, batch=1))
         if not error < TOLERANCE[options.dtype]:

@@ -34,7 +34,7 @@ RUNS = {
 }
 """Mechanisms, and further options of the command, by label."""
 BYTES_PER_TOKEN = 4
-"""Of source code, at most about."""
+"""An upper estimate for source code."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Options:
 
 def documents(size: int) -> Iterator[str]:
     """Different source files of the packages and the standard library, of about `size` bytes."""
-    seen = set[str]()
+    texts = set[str]()
     for folder in sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}):
         for path in sorted(Path(folder).rglob("*.py")):
             text = path.read_text("utf-8", "ignore")
-            if size > 0 and len(text) > 1000 and text not in seen:
-                seen.add(text)
+            if size > 0 and len(text) > 1000 and text not in texts:
+                texts.add(text)
                 size -= len(text)
                 yield text
 

@@ -358,7 +358,7 @@ class Text(str):
 
 
 MECHANISM_OPTIONS = "members: [], show_bases: false, show_root_heading: true, heading_level: 3"
-"""Of mkdocstrings."""
+"""Options of mkdocstrings."""
 
 
 def mechanism_reference() -> Text:

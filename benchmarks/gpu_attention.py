@@ -18,8 +18,6 @@ backward, these and their four gradients. XLA_PYTHON_CLIENT_PREALLOCATE=false le
 PyTorch. Writes a JSON record and a plot next to it.
 """
 
-import importlib
-import importlib.util
 import itertools
 import json
 import statistics
@@ -30,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +36,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from common import ROOT
+from gpu_ways import HEADS_OF_DEPTH, Shape, Way, in_jax, ours, ways
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention.mosaic import parts
 from heinsen_jax.runtime.environment import environment
 
-HEADS_OF_DEPTH = {32: 24, 64: 16, 128: 8}
 LENGTHS_OF_TOKENS = {
     16_384: (512, 2048, 16_384),
     65_536: (512, 1024, 4096, 16_384, 65_536),
@@ -55,42 +52,10 @@ TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # relative error in norm agains
 CHECKED_LENGTHS = (300, 1100)  # the longer sequences are split
 LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
+PLOTTED = "bfloat16", "plain"
 COMPILED_AT_A_TIME = 12
 CALLS = 20  # calls per synchronization, which needs more time than a kernel; fewer if it is slow
 LONGEST_REPEAT = 0.2  # seconds of all calls of a synchronization
-
-
-def segments(query: jax.Array) -> dict[str, jax.Array]:
-    """Segments of 300 tokens."""
-    return {"segment_ids": jnp.broadcast_to(jnp.arange(query.shape[1]) // 300, query.shape[:2])}
-
-
-PLOTTED = "bfloat16", "plain"
-KINDS: dict[str, tuple[Callable, Callable]] = {
-    "plain": (log_attention, lambda query: {}),
-    "segments": (log_attention, segments),
-    "decay": (log_attention, lambda query: {"log_decay": jnp.full(query.shape[:-1], -0.01)}),
-    "heinsen": (heinsen_attention, lambda query: {}),
-}
-"""Functions, and their keywords."""
-
-
-class Shape(NamedTuple):
-    tokens: int
-    length: int
-    depth: int
-    dtype: str
-    call: str = "plain"
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        heads = HEADS_OF_DEPTH[self.depth]
-        return self.tokens // self.length, self.length, heads, self.depth
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one array."""
-        return int(np.prod(self.sizes)) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -124,107 +89,6 @@ class Options:
             for depth, dtype, length in itertools.product(self.depths, self.dtypes, lengths):
                 if length <= tokens:
                     yield Shape(tokens, length, depth, dtype, call)
-
-
-class Way(NamedTuple):
-    """Implementation to measure: functions of query, key, log_value and a cotangent that return
-    [output] or [output, *gradients], constructor of arrays, synchronization, and whether it is
-    log-attention."""
-
-    forward: Callable
-    both: Callable
-    arrays: Callable
-    wait: Callable
-    is_same_function: bool = True
-
-
-def in_jax(function: Callable, **options: Any) -> Way:
-    @partial(jax.jit, static_argnames="call")
-    def forward(query, key, value, cotangent, *, call="plain"):
-        return [function(query, key, value, call)]
-
-    @partial(jax.jit, static_argnames="call")
-    def both(query, key, value, cotangent, *, call="plain"):
-        def attend(query, key, value):
-            return function(query, key, value, call)
-
-        output, pullback = jax.vjp(attend, query, key, value)
-        return [output, *pullback(cotangent)]
-
-    def arrays(shape: Shape) -> list[jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 4)
-        return [jax.random.normal(key, shape.sizes, shape.dtype) for key in keys]
-
-    return Way(forward, both, arrays, jax.block_until_ready, **options)
-
-
-def in_torch(function: Callable, **options: Any) -> Way:
-    torch = importlib.import_module("torch")
-
-    def arrays(shape: Shape) -> list[Any]:
-        dtype = getattr(torch, shape.dtype)
-        draws = in_jax(function).arrays(shape)
-        host = (torch.from_numpy(np.array(x, np.float32)) for x in draws)
-        return [x.to("cuda", dtype).requires_grad_() for x in host]
-
-    def both(query, key, value, cotangent):
-        output = function(query, key, value)
-        return [output, *torch.autograd.grad(output, (query, key, value), cotangent)]
-
-    def forward(query, key, value, cotangent):
-        with torch.no_grad():
-            return [function(query, key, value)]
-
-    return Way(forward, both, arrays, lambda _: torch.cuda.synchronize(), **options)
-
-
-def ours(implementation, query, key, value, call):
-    function, keywords = KINDS[call]
-    return function(query, key, value, implementation=implementation, **keywords(query))
-
-
-def softmax(query, key, value, call):
-    assert call == "plain"
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-
-
-def torch_softmax(query, key, value):
-    functional = importlib.import_module("torch.nn.functional")
-    heads_first = (x.transpose(1, 2) for x in (query, key, value))
-    return functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
-
-
-def original(query, key, log_value):
-    torch = importlib.import_module("torch")
-    h_s = torch.logcumsumexp(key[..., :, None] + log_value[..., None, :], 1)
-    h_z = torch.logcumsumexp(key, 1)
-    log_s = torch.logsumexp(query[..., :, None] + h_s, -2)
-    return log_s - torch.logsumexp(query + h_z, -1, keepdim=True)
-
-
-def flash_linear_attention(query, key, log_value):
-    torch = importlib.import_module("torch")
-    chunked = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
-    query, key, value = query.exp(), key.exp(), log_value.exp()
-    output = chunked(query, key, value, scale=1.0, normalize=True)
-    return torch.log(output[0] if isinstance(output, tuple) else output)
-
-
-def ways(console: Console) -> dict[str, Way]:
-    implementations = {
-        "chunked": in_jax(partial(ours, "chunked")),
-        "gpu": in_jax(partial(ours, "gpu")),
-        "cudnn": in_jax(softmax, is_same_function=False),
-    }
-    if importlib.util.find_spec("torch"):
-        implementations["torch softmax"] = in_torch(torch_softmax, is_same_function=False)
-        implementations["torch original"] = in_torch(original)
-    if importlib.util.find_spec("fla"):
-        implementations["fla"] = in_torch(flash_linear_attention)
-    absent = [name for name in ("torch", "fla") if not importlib.util.find_spec(name)]
-    if absent:
-        console.print(f"not installed, so not measured: {', '.join(absent)}")
-    return implementations
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -346,6 +210,8 @@ def measure(
 
 def plot(record: dict[str, Any], file: Path) -> None:
     rows = [row for row in record["shapes"] if (row["dtype"], row["call"]) == PLOTTED]
+    if not rows:
+        return
     rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
     depths = sorted({row["depth"] for row in rows})
     figure, panels = plt.subplots(

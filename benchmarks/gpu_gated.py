@@ -111,7 +111,7 @@ class Way(NamedTuple):
         if not isinstance(self.forward, jax.stages.Wrapped):
             return self
         assert isinstance(self.both, jax.stages.Wrapped)
-        jax.clear_caches()  # of traces with other sizes
+        jax.clear_caches()  # traces may have other sizes
         defaults = [getattr(matrix_state, name) for name in SIZES]
         chunk, block = self.sizes or (None, None)
         for name, size, default in zip(SIZES, (chunk, chunk, block), defaults, strict=True):
@@ -228,7 +228,7 @@ def measure(way: Way, rule: str, options: Options) -> dict[str, Any]:
         seconds = {
             name: seconds_of(call, way.wait, options.repeats) for name, call in calls.items()
         }
-    except Exception as problem:  # of other libraries, or no memory for a size
+    except Exception as problem:  # other libraries raise any
         return {"refused": f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"}
     return {"relative_error": error, "seconds": seconds}
 

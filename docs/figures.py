@@ -274,9 +274,9 @@ def scaling_rows() -> str:
 
 
 def attention_times(name: str, *sizes: str) -> str:
-    """Rows of a record of attention on a GPU, each with these sizes of its shape."""
+    """Rows of plain calls of a record of attention on a GPU, each with these sizes of its shape."""
     rows = []
-    for shape in record(name)["shapes"]:
+    for shape in (x for x in record(name)["shapes"] if x.get("call", "plain") == "plain"):
         cells = [f"{x:,}" if isinstance(x := shape[field], int) else x for field in sizes]
         for way in ("chunked", "gpu", "cudnn", "torch softmax"):
             seconds = shape["results"][way].get("seconds")

@@ -62,7 +62,7 @@ def test_gated_rules(tmp_path):
             assert results[name]["relative_error"] < 1e-5
 
 
-def test_a_time_limit_leaves_out_what_is_not_measured_by_then():
+def test_a_time_limit_stops_a_part_and_omits_later_ones():
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--seconds", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1

@@ -63,8 +63,8 @@ class Options:
     divergence_weight: float = 0.5
     """Weight of the teacher's predictions in the loss of distillation."""
     teacher_dtype: Dtype | None = None
-    """Dtype of the teacher's matrices and of activations in its matrix products while others learn
-    from it, such as bfloat16; as saved when None."""
+    """Dtype of the teacher's matrices and of activations in its matrix products during training,
+    such as bfloat16; as saved when None."""
     lora_rank: int | None = None
     """In distillation, train only new parameters and low-rank additions of this rank to the
     projections of attention (LoRA); all parameters when None."""

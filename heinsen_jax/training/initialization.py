@@ -26,9 +26,9 @@ RIDGE = 0.1
 CANDIDATES = {
     "query_features": (operator.mul, (1.0, 2.0, 4.0)),
     "key_features": (operator.mul, (1.0, 2.0, 4.0)),
-    "log_weight_bias": (operator.add, (-6.0, -4.0, -2.0, 0.0, 2.0)),
+    "log_weight_bias": (operator.add, (0.0, -2.0, -4.0, -6.0, 2.0)),
 }
-"""Changes of other parameters of `log_window` that are tried, by name."""
+"""Changes of other parameters of `log_window` that are tried, by name; the first is none."""
 
 
 def fit_to_teacher(model: LanguageModel, teacher: LanguageModel, batch: Batch) -> nnx.State:
@@ -41,7 +41,7 @@ def fit_to_teacher(model: LanguageModel, teacher: LanguageModel, batch: Batch) -
     for the matrix W of its output projection, initially W_0, and the outputs H of its heads, with
     r = 0.1 times the mean square of a feature of H, summed over tokens. In `log_window`, factors of
     the two matrices of Hedgehog's features and a shift of the log weight of earlier tokens are
-    chosen before, one after the other, among `CANDIDATES`: those whose |H W - Y|^2 is smallest.
+    chosen before, one after the other, among `CANDIDATES`, to minimize |H W - Y|^2.
 
     Args:
       model: the model.
@@ -128,7 +128,8 @@ def _fitted(
         if hasattr(attention, name):
             candidates = jnp.asarray(values)
             errors = lax.map(partial(error, parameters, name), candidates)
-            parameters = changed(parameters, name, candidates[jnp.nanargmin(errors)])
+            best = jnp.argmin(jnp.where(jnp.isfinite(errors), errors, jnp.inf))
+            parameters = changed(parameters, name, candidates[best])
     matrix, _ = solved(parameters)
     layer = nnx.merge(graph, parameters, copy=True)
     layer.output.kernel[...] = matrix.astype(output.kernel.dtype)

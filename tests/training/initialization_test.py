@@ -89,6 +89,15 @@ def test_merged_layers_have_the_best_of_some_log_weights(features):
             assert factor in CANDIDATES[name][1]
 
 
+def test_windows_of_all_tokens_leave_the_merge_as_it_is():
+    """No token is beyond the window: all candidates have equal errors."""
+    ours = model((Layers("log_window", options={"window_size": 64}), "softmax"), seed=2)
+    have = fitted(ours, model("softmax", seed=1), None)
+    for name in CANDIDATES:
+        before, after = (getattr(of_layer(x, 0).attention, name)[...] for x in (ours, have))
+        np.testing.assert_array_equal(before, after)
+
+
 def test_layers_that_stay_are_not_fitted():
     """Also with low-rank additions."""
     teacher, additions = model("softmax", seed=1), {"lora_rank": 2}

@@ -111,10 +111,9 @@ def log_attention(
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;
         or a `Chunked` with other sizes), "gpu" (experimental kernels for NVIDIA's Hopper generation
         and later), or None to choose: "scan" for one token, "chunked" for several; "gpu" where it
-        was measured to be faster, on a single H100 or H200, for at least 1,024 tokens in bfloat16
-        with head dimensions 32 and 64, 128 heads in a batch and no optional argument, unless the
-        environment variable HEINSEN_JAX_GPU_KERNELS is 0. A named implementation never falls back
-        to another.
+        was measured to be faster, on a single H100 or H200, for large batches in bfloat16 without
+        optional arguments, unless the environment variable HEINSEN_JAX_GPU_KERNELS is 0. On a
+        device, a named implementation never falls back to another.
         "reference" and "scan" have derivatives of any order and mode; "chunked" and "gpu", which
         None may choose, first derivatives in reverse mode only. With those, JAX raises "can't apply
         forward-mode autodiff (jvp) to a custom_vjp function" or, for second derivatives,

@@ -240,11 +240,12 @@ def with_measured_kernel(arguments: Arguments) -> Arguments:
     measured to be faster."""
     others = "segment_ids", "key_value_seq_lengths", "log_decay", "state", "local_window_size"
     is_plain = arguments.is_causal and all(getattr(arguments, name) is None for name in others)
-    *batch, length, num_heads, depth = arguments.query.shape
-    if arguments.implementation is not None or not is_plain:
+    shape, shapes = arguments.query.shape, {x.shape for x in (arguments.key, arguments.value)}
+    if arguments.implementation is not None or not is_plain or shapes != {shape}:
         return arguments
-    if any(map(is_symbolic, arguments.query.shape)) or not mosaic.is_measured(
-        depths=(depth, arguments.value.shape[-1]),
+    *batch, length, num_heads, depth = shape
+    if any(map(is_symbolic, shape)) or not mosaic.is_measured(
+        depth=depth,
         dtype=arguments.dtype,
         length=length,
         num_heads=math.prod(batch) * num_heads,

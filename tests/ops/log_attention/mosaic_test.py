@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu
 from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention import mosaic, reference
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.ops.log_attention.mosaic import Fused, parts
+from heinsen_jax.ops.log_attention.mosaic import Fused, parts, streams
 from heinsen_jax.ops.log_attention.scan import Scan
 from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from tests.ops.log_attention.cases import assert_within
@@ -68,6 +67,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not hasattr(pallas, "InterpretGPUParams"):
         pytest.skip("kernels are interpreted by JAX 0.11 or newer, and no GPU is available")
     monkeypatch.setattr(mosaic, "is_available", lambda: True)
+    monkeypatch.setattr(streams, "PLATFORM", "cpu")
     with pallas.force_gpu_interpret_mode(pallas.InterpretGPUParams()):
         yield
 
@@ -368,63 +368,6 @@ def test_kernels_can_be_lowered(function, dtype, depth, options, monkeypatch):
 
     text = lowered_for_cuda(jax.grad(loss), x)
     assert text.count("custom_call @mosaic_gpu") == 3  # forward, and two gradients
-
-
-def test_kernels_on_a_mesh_with_explicit_axes(monkeypatch):
-    monkeypatch.setattr(mosaic, "is_available", lambda: True)
-    mesh = jax.make_mesh((1,), ("data",))
-
-    def loss(x):
-        y = log_attention(x, x, x, implementation="gpu")
-        return jnp.sum(y.astype(jnp.float32))
-
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.zeros((2, 128, 2, 32), jnp.bfloat16), jax.P("data"))
-        assert lowered_for_cuda(jax.grad(loss), x).count("custom_call @mosaic_gpu") == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_chosen"),
-    [
-        ({}, True),
-        ({"depth": 64}, True),
-        ({"depth": 128}, False),
-        ({"batch": 7}, False),
-        ({"length": 1023}, False),
-        ({"dtype": "float32"}, False),
-        ({"switch": "0"}, False),
-        ({"capability": "10.0"}, False),
-        ({"num_gpus": 2}, False),
-        ({"op": heinsen_attention}, False),
-        ({"keywords": {"return_state": True}}, True),
-        ({"keywords": {"is_causal": False}}, False),
-        ({"keywords": {"local_window_size": 20}}, False),
-        ({"keywords": {"segment_ids": jnp.zeros((8, 1024), jnp.int32)}}, False),
-        ({"keywords": {"log_decay": jnp.zeros((8, 1024, 16))}}, False),
-    ],
-    ids=str,
-)
-def test_kernels_are_the_default_where_they_were_measured_to_be_faster(
-    changes, is_chosen, monkeypatch
-):
-    case = {"batch": 8, "length": 1024, "depth": 32, "dtype": "bfloat16", "op": log_attention}
-    case |= {"capability": "9.0", "num_gpus": 1, "switch": "1", "keywords": {}} | changes
-    gpu = SimpleNamespace(platform="gpu", compute_capability=case["capability"])
-    monkeypatch.setattr(mosaic.jax, "devices", lambda *_: [gpu] * case["num_gpus"])
-    monkeypatch.setenv(mosaic.SWITCH, case["switch"])
-    x = jnp.zeros((case["batch"], case["length"], 16, case["depth"]), case["dtype"])
-    function = partial(case["op"], **case["keywords"])
-    text = lowered_for_cuda(lambda x: function(x, x, x), x)
-    assert text.count("custom_call @mosaic_gpu") == is_chosen
-
-
-def test_computations_on_another_device_than_the_gpu_use_no_kernels(monkeypatch):
-    cpu = jax.devices()[0]
-    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(mosaic.jax, "devices", lambda *_: [gpu])
-    assert mosaic.capabilities() == [9.0]
-    with jax.default_device(cpu):
-        assert mosaic.capabilities() == []
 
 
 def test_without_a_gpu_it_is_refused():

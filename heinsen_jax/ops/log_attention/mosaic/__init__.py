@@ -1,20 +1,21 @@
 """Log-attention as fused GPU kernels: experimental, run on an H100 and an H200 only.
 
 `check` tells whether the kernels support a call, `is_measured` whether they are the default for it;
-`Fused` computes it. Mosaic GPU is the kernel
-language that JAX maintains for Hopper and later; it ships with JAX, lowers without a GPU, and can
-be interpreted on a CPU, which is how tests run the kernels without a GPU. CUDA C++ would need a
-compiler on users' machines, and Pallas's Triton backend is being retired.
+`Fused` computes it. Mosaic GPU is the kernel language that JAX maintains for Hopper and later; it
+ships with JAX, lowers without a GPU, and can be interpreted on a CPU, which is how tests run the
+kernels without a GPU. CUDA C++ would need a compiler on users' machines, and Pallas's Triton
+backend is being retired.
 
 Kernels compute in one pass and test their sums afterwards. A result is exact up to rounding if its
-normalizers are far from the smallest normal number. If any is not, `Chunked` recomputes the whole
-call, forward and backward.
+normalizers are far from the smallest normal number. If any is not, or a program is lowered for
+another platform, `Chunked` computes the whole call, forward and backward.
 """
 
 import importlib
 import os
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,46 +28,45 @@ from heinsen_jax.typing import Array, DTypeLike, Float
 
 DEEPEST_OF_FLOAT32 = 64
 HOPPER = 9.0
-DEFAULT_DEVICE = "jax_default_device"
-MEASURED_DEPTHS, MEASURED_LENGTH, MEASURED_HEADS = (32, 64), 1024, 128
-"""Head dimensions, and least numbers of tokens and of heads in a batch, with which the kernels were
-measured to be faster than `Chunked`."""
+MEASURED_DEVICES = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+MEASURED_DEPTHS, LEAST_LENGTH, LEAST_HEADS, LEAST_TOKENS = (32, 64), 1024, 128, 786_432
+"""Head dimensions, least numbers of tokens in a sequence and of heads in a batch, and least product
+of the two, with which the kernels were measured to be faster than `Chunked`."""
 SWITCH = "HEINSEN_JAX_GPU_KERNELS"
 """Environment variable: with 0, kernels are not chosen by default."""
 
 
-def capabilities() -> list[float]:
-    """The compute capabilities of the GPUs of this process, if they are JAX's default devices."""
-    chosen = getattr(jax.config, DEFAULT_DEVICE)
-    if chosen is not None and getattr(chosen, "platform", chosen) not in ("gpu", "cuda"):
-        return []
-    gpus = (device for device in jax.devices() if device.platform == "gpu")
-    return [float(getattr(gpu, "compute_capability", 0)) for gpu in gpus]
-
-
 def is_available() -> bool:
-    """Return whether this process has a GPU that the kernels support."""
-    return any(capability >= HOPPER for capability in capabilities())
+    """Return whether a device of JAX is a GPU that the kernels support."""
+    return any(map(_is_supported, jax.devices()))
 
 
-def is_measured(*, depths: tuple[int, int], dtype: DTypeLike, length: int, num_heads: int) -> bool:
-    """Whether the kernels were measured to be faster for a causal call, without decay, segments,
-    padding, windows and states, on the only device of this process, and `SWITCH` is not 0.
+def _is_supported(device: Any) -> bool:
+    try:
+        return float(getattr(device, "compute_capability", 0)) >= HOPPER
+    except ValueError:  # AMD's have names instead of numbers
+        return False
+
+
+def is_measured(*, depth: int, dtype: DTypeLike, length: int, num_heads: int) -> bool:
+    """Whether the kernels were measured to be faster for a causal call without optional arguments,
+    on the only device of JAX, and `SWITCH` is not 0.
 
     Args:
-      depths: head dimensions of keys and values.
+      depth: head dimension of queries, keys and values.
       dtype: dtype of all arrays.
       length: number of tokens of a sequence.
-      num_heads: number of heads of all sequences.
+      num_heads: number of heads of all sequences, as many of keys and values as of queries.
     """
-    if os.environ.get(SWITCH) == "0" or capabilities() != [HOPPER]:
+    if dtype != jnp.bfloat16 or depth not in MEASURED_DEPTHS or os.environ.get(SWITCH) == "0":
         return False
-    is_large = length >= MEASURED_LENGTH and num_heads >= MEASURED_HEADS
-    if dtype != jnp.bfloat16 or {*depths} - {*MEASURED_DEPTHS} or not is_large:
+    if length < LEAST_LENGTH or num_heads < LEAST_HEADS or length * num_heads < LEAST_TOKENS:
+        return False
+    if [device.device_kind in MEASURED_DEVICES for device in jax.devices()] != [True]:
         return False
     try:
         _calls()
-    except NotImplementedError:  # of a version of JAX that the kernels are not written for
+    except NotImplementedError:  # JAX lacks what the kernels are written with
         return False
     return True
 

@@ -26,26 +26,26 @@ def causal(
     otherwise: AttentionPasses, inputs: Inputs, state: Averages, *, is_log: bool
 ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
     """`Fused.causal`."""
-    length, unit = inputs.length, CHUNK * number_of_parts(inputs)
-    padded = pad_tokens(inputs, -(-length // unit) * unit)
+    length, parts = inputs.length, number_of_parts(inputs)
+    padded = pad_tokens(inputs, -(-length // (CHUNK * parts)) * CHUNK * parts)
     arrays = varying_like((padded, state), (padded, state))
-    (y, log_z), after = _attend(otherwise, is_log, *arrays)
+    (y, log_z), after = _attend(otherwise, is_log, parts, *arrays)
     return y[:, :length], log_z[:, :length], after
 
 
 def _primal(
-    otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
+    otherwise: AttentionPasses, is_log: bool, parts: int, inputs: Inputs, state: Averages
 ) -> tuple[Outputs, Averages]:
     """Return ((output, log Z), state after all tokens); their number is a multiple of the chunk
     size, times the number of parts."""
-    return _forward(otherwise, is_log, inputs, state)[0]
+    return _forward(otherwise, is_log, parts, inputs, state)[0]
 
 
 def _forward(
-    otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
+    otherwise: AttentionPasses, is_log: bool, parts: int, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
     linear = _to_linear(state) if is_log else state
-    tokens, before = in_parts(inputs, linear, number_of_parts(inputs), is_log=is_log)
+    tokens, before = in_parts(inputs, linear, parts, is_log=is_log)
     forward = kernels.forward(Operands.of(tokens, before), is_log)
     after = _after(tokens, forward)
     way = _way(before, after, forward, is_log)
@@ -54,7 +54,7 @@ def _forward(
         sizes = inputs.query.shape[:-1]
         y = forward.y[..., : inputs.value.shape[-1]].reshape(*sizes, -1)
         log_z = jnp.moveaxis(forward.log_z, 1, 2).reshape(sizes)
-        end = _last_parts(after, inputs)
+        end = _last_parts(after, parts)
         return (y, log_z), end._replace(mean=safe_log(end.mean)) if is_log else end
 
     def exactly() -> tuple[Outputs, Averages]:
@@ -66,6 +66,7 @@ def _forward(
 def _backward(
     otherwise: AttentionPasses,
     is_log: bool,
+    parts: int,
     residuals: Residuals,
     cotangents: tuple[Outputs, Averages],
 ) -> tuple[Inputs, Averages]:
@@ -75,7 +76,6 @@ def _backward(
     def by_kernels() -> tuple[Inputs, Averages]:
         (d_y, d_log_z), d_after = cotangents
         linear, starts = _to_linear(state) if is_log else state, inputs.starts
-        parts = number_of_parts(inputs)
 
         def split(inputs: Inputs, state: Averages) -> tuple[Inputs, Averages]:
             tokens, before = in_parts(replace(inputs, starts=starts), state, parts, is_log=is_log)
@@ -85,7 +85,7 @@ def _backward(
         if starts is not None:
             tokens = replace(tokens, starts=starts.reshape(tokens.key.shape[:2]))
         if is_log:
-            end = _last_parts(_after(tokens, forward), inputs)
+            end = _last_parts(_after(tokens, forward), parts)
             d_after = d_after._replace(mean=d_after.mean * reciprocal(end.mean))
         d_after = jax.tree.map(partial(_of_last_part, parts), d_after)
         sizes = tokens.query.shape[:-1]
@@ -105,7 +105,7 @@ def _backward(
     return lax.switch(way, (by_kernels, exactly))
 
 
-_attend = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_attend = jax.custom_vjp(_primal, nondiff_argnums=(0, 1, 2))
 _attend.defvjp(_forward, _backward)
 
 
@@ -131,9 +131,8 @@ def _exactly(
     return (y.astype(inputs.value.dtype), log_z), after
 
 
-def _last_parts(states: Averages, inputs: Inputs) -> Averages:
-    """The states of the last parts of all sequences, of the states of all parts."""
-    parts = number_of_parts(inputs)
+def _last_parts(states: Averages, parts: int) -> Averages:
+    """The states after the last part of each sequence, given the states after all parts."""
     return jax.tree.map(lambda x: x[parts - 1 :: parts], states)
 
 

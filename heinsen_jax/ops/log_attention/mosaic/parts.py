@@ -53,7 +53,7 @@ def in_parts(
 
     Args:
       inputs: tokens, whose number is a multiple of `parts`.
-      state: averages before all tokens, in linear space like those that are returned.
+      state: averages before all tokens, in linear space, as all states here.
       parts: number of parts P.
       is_log: whether values are log-values.
     """

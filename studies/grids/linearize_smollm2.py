@@ -62,6 +62,15 @@ LAST = (TRAINED_FURTHER, WINDOW, SINKS, MERGED, "Gated DeltaNet")
 """Models that are trained on 100k tokens."""
 
 
+COLORS = {
+    TRAINED_FURTHER: sweeps.COLORS["softmax"],
+    WINDOW: "C1",
+    SINKS: "C3",
+    MERGED: "black",
+    "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
+}
+
+
 def get_config() -> ExperimentConfig:
     """The teacher."""
     options: dict[str, FieldValue] = {"num_kv_heads": 3, "use_bias": False, "output_bias": False}
@@ -141,5 +150,14 @@ def get_study() -> Study:
         extra_metrics=("loss_2048",),
         select=is_run,
         baseline=TRAINED_FURTHER,
-        plots=(Points("loss", x="tokens", lines="model", unit="nats per token"),),
+        plots=(
+            Points(
+                "loss",
+                x="tokens",
+                lines="model",
+                unit="nats per token",
+                frontier=True,
+                highlighted=COLORS,
+            ),
+        ),
     )

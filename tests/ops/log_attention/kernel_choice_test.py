@@ -81,7 +81,7 @@ def test_programs_for_other_devices_have_no_kernels():
         return jax.jit(jax.value_and_grad(total(op)))
 
     for have, want in zip(gradients(by_kernel)(x), gradients(log_attention)(x), strict=True):
-        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from heinsen_jax.typing import PyTree
 
 UNLIMITED = 1 << 60
 """A cgroup limit at or above this counts as no limit."""
+PEAK_MARGIN = 1.15
+"""Measured peaks of processes are at most this many times the estimate."""
 
 
 class Memory(NamedTuple):
@@ -100,7 +102,15 @@ class Limits:
         return self.host_bytes(memory) + again
 
     def allow(self, memory: Memory) -> bool:
-        is_low = self.host is not None and self.host_bytes(memory) > self.host
+        """Whether an update may fit."""
+        return self._has(self.host_bytes(memory), memory)
+
+    def allow_peak(self, memory: Memory) -> bool:
+        """Whether the estimated peak fits as well, with a margin for its error."""
+        return self._has(PEAK_MARGIN * self.peak_bytes(memory), memory)
+
+    def _has(self, host_bytes: float, memory: Memory) -> bool:
+        is_low = self.host is not None and host_bytes > self.host
         return not is_low and (self.device is None or memory.total <= self.device)
 
     def describe(self, memory: Memory) -> str:
@@ -126,7 +136,7 @@ class Limits:
 
 
 def settings_that_fit(
-    limits: Limits,
+    allow: Callable[[Memory], bool],
     memory: Memory,
     setting: Setting,
     measure: Callable[[int, bool], Memory | None],
@@ -135,17 +145,17 @@ def settings_that_fit(
     else the same batch in more microbatches, as it is and with rematerialization.
 
     Args:
-      limits: the memory that is available.
+      allow: whether the available memory is enough.
       memory: the memory of the update.
       setting: its batch size, accumulation and rematerialization.
       measure: the memory of an update with other `accumulation_steps` and `remat`.
     """
-    if limits.allow(memory):
+    if allow(memory):
         return [setting]
     most, choices = setting.batch_size // setting.parts, []
     for remat in dict.fromkeys((setting.remat, True)):
         smallest = memory if (remat, setting.rows) == (setting.remat, 1) else measure(most, remat)
-        if smallest is None or not limits.allow(smallest):
+        if smallest is None or not allow(smallest):
             continue
         slope = smallest.workspace  # an upper bound, since a part of it does not grow with rows
         if remat == setting.remat and setting.rows > 1:
@@ -153,7 +163,7 @@ def settings_that_fit(
         fitting = (
             rows
             for rows in range(most, 0, -1)
-            if most % rows == 0 and limits.allow(_with_rows(smallest, slope, rows))
+            if most % rows == 0 and allow(_with_rows(smallest, slope, rows))
         )
         steps = most // next(fitting, 1)
         choices.append(setting._replace(accumulation_steps=steps, remat=remat))
@@ -171,8 +181,10 @@ def check_memory(
     """Check that an update fits into the memory, before it is allocated.
 
     Args:
-      limits, memory, setting, measure: as for `settings_that_fit`.
-      may_change: whether another setting of the same batch may be chosen.
+      limits: the memory that is available.
+      memory, setting, measure: as for `settings_that_fit`.
+      may_change: whether another setting of the same batch may be chosen, so that the estimated peak
+        fits, too, if possible.
 
     Returns:
       The setting, or the chosen one.
@@ -180,7 +192,9 @@ def check_memory(
     Raises:
       UserError: it does not fit; the message names settings that should.
     """
-    choices = settings_that_fit(limits, memory, setting, measure)
+    choices = settings_that_fit(limits.allow, memory, setting, measure)
+    if choices and may_change:
+        choices = settings_that_fit(limits.allow_peak, memory, setting, measure) or choices
     if choices == [setting] or (choices and may_change):
         return choices[0]
     remedies = []

@@ -65,6 +65,16 @@ def test_settings_that_fit_are_named(monkeypatch, host, device, wanted):
         check_memory(allowed, measure(1, False), setting, measure)
 
 
+@pytest.mark.parametrize(("host", "steps"), [(81, 1), (60, 2), (40, 4), (8, 32)])
+def test_settings_are_chosen_for_the_estimated_peak(monkeypatch, host, steps):
+    """On CPUs, 1.15 (4 GB + 2 workspaces); the least that may fit, if no setting allows for it."""
+    setting = Setting(32, 1, 1, remat=False)
+    measure = measured(setting)
+    allowed = limits(monkeypatch, host * GB)
+    chosen = check_memory(allowed, measure(1, False), setting, measure, may_change=True)
+    assert chosen.accumulation_steps == steps
+
+
 def test_an_estimate_warns_and_does_not_refuse(monkeypatch):
     """The workspace may be allocated twice on CPUs."""
     update = Memory(2 * GB, 3 * GB)

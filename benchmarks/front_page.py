@@ -1,4 +1,4 @@
-"""Draw the README's first figure from committed results.
+"""Draw the README's figure from committed results, for wide and for narrow screens.
 
     python benchmarks/front_page.py
 
@@ -6,13 +6,14 @@ Needs mechanisms.json and the results of the study long_context in benchmarks/re
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import matplotlib.figure
 from common import ROOT
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 
 from studies import load_study, results_of, sweeps
 
@@ -54,34 +55,40 @@ def beside(text: str, color: str, height: float = -4, *, grows: bool = False) ->
 
 
 LAYERS = {
-    "log": Label("log-attention", LOG, -3, (-6, -18), "left"),
+    "log": Label("log-attention", LOG, 0, (-4, -18), "left"),
     "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
 }
 MODELS = {
     "Gated DeltaNet": beside("Gated DeltaNet", sweeps.COLORS["Gated DeltaNet"]),
     "log, decay by head": beside("log-attention with decay", LOG),
-    "softmax, rotary": beside("softmax attention, rotary", SOFTMAX, grows=True),
     "alternating log and window of 64": beside("log and windows of 64", "black"),
-    "FoX": beside("FoX", sweeps.COLORS["FoX"], 2, grows=True),
-    "3 log, then softmax": beside("3 log layers, 1 softmax", "0.4", -10, grows=True),
+    "softmax, ALiBi": beside("softmax attention, ALiBi", SOFTMAX, 0, grows=True),
+    "alternating log and softmax": beside("log and softmax", "0.4", -9, grows=True),
 }
 """Labels of models of the study."""
 
 
 def main() -> None:
-    figure = matplotlib.figure.Figure(figsize=(12, 3.4), layout="constrained")
-    panels = figure.subplots(1, 3)
+    wide = matplotlib.figure.Figure(figsize=(12, 3.4), layout="constrained")
+    draw_panels(wide.subfigures(1, 3, width_ratios=(1, 1, 1.4)))
+    wide.savefig(RESULTS / "front_page.png", dpi=150)
+    narrow = matplotlib.figure.Figure(figsize=(4.6, 9), layout="constrained")
+    draw_panels(narrow.subfigures(3))
+    narrow.savefig(RESULTS / "front_page_narrow.png", dpi=150)
+
+
+def draw_panels(figures: Iterable[SubFigure]) -> None:
+    panels = [figure.subplots() for figure in figures]
     measured = json.loads((RESULTS / "mechanisms.json").read_text())["mechanisms"]
     for axes, (cost, (title, unit)) in zip(panels, COSTS.items(), strict=False):
-        for name, label in LAYERS.items():
-            by_length = {int(length): x for length, x in measured[name][cost].items()}
+        for model, label in LAYERS.items():
+            by_length = {int(length): x for length, x in measured[model][cost].items()}
             draw(axes, label, by_length)
         axes.set(title=title, xlabel="tokens", ylabel=unit, xscale="log", yscale="log")
-        axes.margins(y=0.15)
+        axes.margins(y=0.2)
     draw_losses(panels[2])
     for axes in panels:
         axes.title.set_fontsize("medium")
-    figure.savefig(RESULTS / "front_page.png", dpi=110)
 
 
 def draw(axes: Axes, label: Label, by_length: Mapping[int, float]) -> None:
@@ -100,7 +107,7 @@ def draw_losses(axes: Axes) -> None:
         by_length = {length: results[model].mean(loss) for length, loss in LOSSES.items()}
         draw(axes, label, by_length)
     axes.set(
-        title="Loss on Python code (dashed: the cache grows)",
+        title="Python code (dashed: the cache grows)",
         xlabel="tokens per sequence",
         ylabel="validation loss (nats per token)",
         xscale="log",

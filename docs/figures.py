@@ -1,6 +1,6 @@
 """Figures of the pages: numbers and tables from the committed records.
 
-Pages in docs/*.md are templates of Jinja. Results of a study have its name, as in
+Pages in docs/ are templates of Jinja. Results of a study have its name, as in
 `{{ long_context("FoX", "loss_2048") }}`; `{{ record("gated").times_linear.gla | digits(2) }}` is a
 value of benchmarks/results/gated.json. A float without a filter has three decimals.
 """
@@ -21,11 +21,11 @@ import numpy as np
 from flax import nnx
 from scipy import stats
 
+from docs.options import Text, mechanism_reference, trainer_reference
 from heinsen_jax import attention
 from heinsen_jax.config import load_config
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.flops import flops_per_token
-from heinsen_jax.runtime.arguments import Option, options_of
 from heinsen_jax.training.utilization import PEAK_FLOPS
 from studies import (
     Comparison,
@@ -219,7 +219,7 @@ class StudyResults:
             return ""
         number = form.removeprefix("±") or ".3f"
         mean = format(result.mean(metric) / unit, number)
-        return f"{mean} ± {result.spread(metric):{number}}" if "±" in form else mean
+        return f"{mean}\u00a0±\u00a0{result.spread(metric):{number}}" if "±" in form else mean
 
 
 STUDIES = {path.name: StudyResults(path.name) for path in (RESULTS / "studies").iterdir()}
@@ -353,37 +353,6 @@ def gpu_hours(name: str, utilization: float, updates: int | None = None) -> floa
     return flops / (PEAK_FLOPS["NVIDIA H100 80GB HBM3"] * utilization * 3600)
 
 
-class Text(str):
-    """Text that has no figures."""
-
-
-MECHANISM_OPTIONS = "members: [], show_bases: false, show_root_heading: true, heading_level: 3"
-"""Options of mkdocstrings."""
-
-
-def mechanism_reference() -> Text:
-    """Every mechanism: its formula and paper, and a table of its options."""
-    parts = []
-    for name in attention.names():
-        layer = attention.mechanism(name)
-        rows = [
-            [f"`{x.name}`", kinds_of(x), f"`{x.default}`", x.help.replace("|", "\\|")]
-            for x in options_of(layer.Config).values()
-        ]
-        head = "| option | values | default | |\n|---|---|---|---|"
-        shown = f"::: {layer.__module__}.{layer.__name__}\n    options: {{{MECHANISM_OPTIONS}}}"
-        parts.append(f"## {name}\n\n{shown}\n\n{head}\n{lines(rows)}\n")
-    return Text("\n".join(parts))
-
-
-def kinds_of(option: Option) -> str:
-    """The values that an option may have."""
-    words = [f"`{x}`" for x in option.choices]
-    types = [x for x in option.types if isinstance(x, type)]
-    words += ["`None`" if x is type(None) else f"{x.__name__}" for x in types]
-    return ", ".join(words)
-
-
 def text_of(value: object) -> str:
     """Text of an expression in a page, which is finite and not empty."""
     if isinstance(value, Text):
@@ -409,7 +378,7 @@ FUNCTIONS = (
         training_flops,
         gpu_hours,
     ),
-    *(load_config, mechanism_reference, statistics.mean),
+    *(load_config, mechanism_reference, trainer_reference, statistics.mean),
 )
 ENVIRONMENT = jinja2.Environment(
     undefined=jinja2.StrictUndefined, finalize=text_of, keep_trailing_newline=True

@@ -63,6 +63,7 @@ plt.xlabel("key position")
 plt.ylabel("query position")
 plt.title("attention weights: each row sums to 1")
 plt.colorbar()
+plt.show()
 
 # %% [markdown]
 # This is a $T \times T$ matrix: a sequence of twice the length needs four times the work. So far
@@ -188,7 +189,7 @@ print("merged and streamed H_S differ by", jnp.abs(merged.log_s - state.log_s).m
 # how much this matters; notebook 2 shows what is gained.
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
 strong = 3 * rng.standard_normal((2, 60, key_depth))
 dot = softmax(np.where(np.tril(np.ones((60, 60), bool)), strong[0] @ strong[1].T, -np.inf))
 log = softmax(
@@ -199,5 +200,8 @@ log = softmax(
 for panel, weights, name in zip(
     axes, (dot, log), ("softmax attention", "log-attention"), strict=True
 ):
-    panel.imshow(weights, cmap="magma", vmax=1)
-    panel.set_title(f"{name}: {np.count_nonzero(weights.max(1) > 0.5)} of 60 rows above 1/2")
+    image = panel.imshow(weights, cmap="magma", vmin=0, vmax=1)
+    count = np.count_nonzero(weights.max(1) > 0.5)
+    panel.set(title=f"{name}: {count} of 60 rows above 1/2", xlabel="key", ylabel="query")
+figure.colorbar(image, ax=axes, label="weight")
+plt.show()

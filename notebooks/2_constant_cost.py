@@ -115,11 +115,15 @@ for name, layer in layers.items():
     axes[1].loglog(contexts, [layer.state_size(n) for n in contexts], label=name)
 axes[1].set(title="state or cache", xlabel="tokens of context", ylabel="bytes")
 for name, values in decoding.items():
-    axes[2].loglog(decoding_lengths, values, "o-", label=name)
-axes[2].set(title="one further token", xlabel="tokens of context", ylabel="seconds")
-for panel in axes:
+    axes[2].semilogx(decoding_lengths, [1e3 * x for x in values], "o-", label=name)
+axes[2].set(title="one further token", xlabel="tokens of context", ylabel="milliseconds")
+axes[2].set_ylim(0)
+for panel, ticks in zip(axes, (lengths, contexts[::7], decoding_lengths), strict=True):
+    panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+    panel.minorticks_off()
     panel.grid(alpha=0.3)
     panel.legend()
+plt.show()
 
 # %% [markdown]
 # ## Any length in constant memory

@@ -73,6 +73,7 @@ plt.plot([row["step"] for row in rows], [row["train/loss"] for row in rows])
 plt.xlabel("step")
 plt.ylabel("loss (nats per byte)")
 plt.grid(alpha=0.3)
+plt.show()
 
 # %% [markdown]
 # The run's folder contains configuration, metrics, checkpoints and tokenizer. `load_run` restores
@@ -115,10 +116,12 @@ print("largest difference from the output of the layer:", jnp.abs(by_hand - log_
 
 figure, axes = plt.subplots(1, 4, figsize=(16, 4.4), layout="constrained")
 for head, panel in enumerate(axes):
-    panel.imshow(weights[:, :, head], cmap="magma")
-    panel.set_title(f"head {head}")
+    image = panel.imshow(weights[:, :, head], cmap="magma", vmin=0, vmax=1)
+    panel.set(title=f"head {head}", xlabel="key", ylabel="query")
     panel.set_xticks(range(len(letters)), letters, fontsize=5)
     panel.set_yticks(range(len(letters)), letters, fontsize=5)
+figure.colorbar(image, ax=axes, label="weight")
+plt.show()
 
 # %% [markdown]
 # Rows that darken to the left show decay; vertical lines are tokens with large keys. Rows with
@@ -135,11 +138,14 @@ block = layer(1)
 normed, _ = block.convolutions[0](block.norm(x_after), state=None)
 of_queries, of_keys = block.attention.importance(normed)
 
-figure, axes = plt.subplots(2, 1, figsize=(14, 3.2), layout="constrained", sharex=True)
+figure, axes = plt.subplots(2, 1, figsize=(14, 4), layout="constrained", sharex=True)
 for panel, weights, name in zip(axes, (of_queries, of_keys), ("queries", "keys"), strict=True):
-    panel.imshow(weights[-1].T, cmap="magma", aspect="auto")  # weights at the last token
-    panel.set_ylabel(f"head, {name}")
+    image = panel.imshow(weights[-1].T, cmap="magma", aspect="auto")  # at the last token
+    panel.set(title=f"weights of {name}", ylabel="head", yticks=range(weights.shape[-1]))
+    figure.colorbar(image, ax=panel)
 axes[1].set_xticks(range(len(letters)), letters, fontsize=7)
+axes[1].set_xlabel("token")
+plt.show()
 
 # %% [markdown]
 # ## Contents of the state
@@ -152,11 +158,12 @@ _, state = model(tokens, return_state=True)
 first_state = state.blocks[0].attention
 figure, axes = plt.subplots(1, 4, figsize=(14, 2.8), layout="constrained")
 for head, panel in enumerate(axes):
-    image = panel.imshow(
-        first_state.log_s[head] - first_state.log_z[head][:, None], cmap="coolwarm", aspect="auto"
-    )
+    log_average = first_state.log_s[head] - first_state.log_z[head][:, None]
+    limit = jnp.abs(log_average).max()  # white is 0
+    image = panel.imshow(log_average, cmap="coolwarm", aspect="auto", vmin=-limit, vmax=limit)
     panel.set(title=f"head {head}", xlabel="value feature", ylabel="key feature")
     figure.colorbar(image, ax=panel)
+plt.show()
 
 # %% [markdown]
 # Decay determines the time constant of a feature: one that is multiplied by $f$ at every token
@@ -166,9 +173,11 @@ for head, panel in enumerate(axes):
 log_decay = jax.nn.log_sigmoid(log_layer.decay_proj(x))  # [tokens, heads x features]
 half_life = np.log(2) / -np.asarray(log_decay.mean(0))
 plt.figure(figsize=(5, 3))
-plt.hist(np.log10(half_life), 30)
-plt.xlabel("log10 of the half-life in tokens")
+plt.hist(half_life, np.geomspace(half_life.min(), half_life.max(), 30))
+plt.xscale("log")
+plt.xlabel("half-life (tokens)")
 plt.ylabel("number of features")
+plt.show()
 print(f"from {half_life.min():.1f} to {half_life.max():.0f} tokens")
 
 # %% [markdown]

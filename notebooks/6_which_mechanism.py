@@ -13,13 +13,14 @@
 #
 # A mechanism is a compromise between the capacity of its state and its cost. This notebook reads
 # the committed results of this repository's studies: nothing is trained. The studies are small, for
-# two CPU cores; `docs/studies.md` describes each, with the command that repeats it.
+# two CPU cores; `docs/studies.md` and its pages describe each, with the command that repeats it.
 
 # %%
 from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from IPython.display import display
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from studies import (
@@ -38,6 +39,12 @@ def load(name):
     """Return a study and its results: the best learning rate of each line, with all seeds."""
     study = load_study(name)
     return study, results_of(study, ROOT / "benchmarks" / "results" / "studies" / name)
+
+
+def show(study, results):
+    """Show all plots of a study."""
+    for plot in study.plots:
+        display(draw(study.title, plot, results))
 
 
 # %% [markdown]
@@ -67,7 +74,8 @@ plt.yscale("log")
 plt.xlabel("tokens")
 plt.ylabel("bytes of state")
 plt.grid(alpha=0.3)
-plt.legend()
+plt.legend(fontsize="small")
+plt.show()
 
 # %% [markdown]
 # ## Language
@@ -77,7 +85,7 @@ plt.legend()
 
 # %%
 study, results = load("language_model")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # Is log-attention with decay better or worse? Differences from it over five other seeds, which did
@@ -102,7 +110,7 @@ for metric in ("loss", "loss_1024"):
 
 # %%
 study, results = load("long_context")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # From 32 to 2048 tokens, FoX, ALiBi and hybrids of log-attention before softmax attention gain 0.90
@@ -122,7 +130,7 @@ draw(study.title, study.plots, results)
 
 # %%
 study, results = load("scaling")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # ## Recall
@@ -133,7 +141,7 @@ draw(study.title, study.plots, results)
 
 # %%
 study, results = load("recall")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # Softmax attention, also with one key/value head, MLA and L1 attention answer all queries. Among
@@ -156,7 +164,7 @@ for result in sorted(good, key=lambda result: result.mean("state_bytes")):
 
 # %%
 study, results = load("recall_capacity")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # ## Copying
@@ -168,7 +176,7 @@ draw(study.title, study.plots, results)
 
 # %%
 study, results = load("copying")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # ## State tracking
@@ -180,7 +188,7 @@ draw(study.title, study.plots, results)
 
 # %%
 study, results = load("state_tracking")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # ## Hybrids
@@ -194,7 +202,7 @@ draw(study.title, study.plots, results)
 
 # %%
 study, results = load("hybrids")
-draw(study.title, study.plots, results)
+show(study, results)
 
 # %% [markdown]
 # ## Advice

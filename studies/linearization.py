@@ -120,6 +120,8 @@ def study(
         fields: dict[str, FieldValue] = {"training.steps": steps, "training.evaluate_every": steps}
         budgets[f"{fraction:.0%}"] = fields | {"optimizer.warmup_steps": steps // 20}
     last = f"loss_{test_lengths[-1]}"
+    sweep = models(teacher.model, teacher.data.sequence_length)
+    where = {"model": tuple(label for label in MAIN if label in sweep)}
     return Study(
         title=title,
         about=f"{about.strip()}\n\n{ABOUT.strip()}",
@@ -130,7 +132,7 @@ def study(
             distillation=DistillationConfig(teacher=folder),
         ),
         axes={
-            "model": models(teacher.model, teacher.data.sequence_length),
+            "model": sweep,
             "tokens": budgets,
             "learning_rate": sweeps.learning_rates(*(rate * 4.0**x for x in range(-3, 2))),
             "seed": sweeps.seeds(*SEEDS),
@@ -140,7 +142,7 @@ def study(
         select=select,
         baseline=TRAINED_FURTHER,
         plots=tuple(
-            Points(metric, x="tokens", lines="model", unit=unit, highlighted=COLORS)
+            Points(metric, x="tokens", lines="model", unit=unit, highlighted=COLORS, where=where)
             for metric in ("loss", last)
         ),
         stages=lambda labels, config: stages(labels, config, teacher.model),

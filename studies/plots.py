@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import matplotlib.figure
 from matplotlib.axes import Axes
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.objectives.loss_by_position import bucket_ends
 from studies.labels import GRAY, Line, label_at_right
-from studies.records import Comparison
+from studies.records import Comparison, is_larger_better
 
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
@@ -21,11 +21,6 @@ COST_LABELS = {
 }
 BARS = "bars: from the lowest to the highest seed"
 Cost = Literal["state_bytes", "parameters", "tokens", "flops"]
-
-
-def cost_name(cost: Cost) -> str:
-    """Name of a cost, without its unit."""
-    return COST_LABELS[cost].partition(" (")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +40,6 @@ class Plot:
     chance: float | None = None
     highlighted: Mapping[str, str] = field(default_factory=dict)
     where: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    names_beside_points: ClassVar[bool] = False
 
     def labels(self, axis: str) -> tuple[str, ...]:
         """The labels of an axis in `where`."""
@@ -100,7 +94,7 @@ class Plot:
 
     def height(self, results: Sequence[Comparison]) -> float:
         """The height of the plot of these results, in inches."""
-        return 5.5
+        return 4.5
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         """Draw the results without names of lines, and return the lines."""
@@ -113,6 +107,17 @@ class Plot:
         """Label of an axis: the metric with its unit."""
         words = metric.replace("_", " ")
         return f"{words} ({self.unit})" if self.unit else words
+
+    def cost_label(self, cost: Cost) -> str:
+        """Label of an axis: a cost with its unit; training tokens are characters or bytes if the
+        metric is per character or byte."""
+        counted = self.unit.removeprefix("nats per ")
+        is_counted = cost == "tokens" and counted != self.unit
+        return f"training {counted}s" if is_counted else COST_LABELS[cost]
+
+    def cost_name(self, cost: Cost) -> str:
+        """Name of a cost, without its unit."""
+        return self.cost_label(cost).partition(" (")[0]
 
     def name(self, result: Comparison) -> str:
         """The labels of a result that are not shared by all plotted results."""
@@ -288,7 +293,9 @@ class Ranking(Plot):
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         ranked = [result for result in results if is_measured(result, self.metric)]
-        ranked.sort(key=lambda result: -result.mean(self.metric))
+        ranked.sort(key=lambda result: result.mean(self.metric))
+        if not is_larger_better(self.metric):
+            ranked.reverse()  # the best is the last row, at the top
         for row, result in enumerate(ranked):
             values, color = result.values(self.metric), self.color(result)
             color = "0.5" if color == GRAY else color
@@ -311,21 +318,16 @@ class Ranking(Plot):
         return []
 
 
-def draw(
-    title: str, plots: Sequence[Plot], results: Sequence[Comparison]
-) -> matplotlib.figure.Figure:
-    """Draw all plots side by side."""
-    size = 7.5 * len(plots), max(plot.height(plot.selected(results)) for plot in plots)
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+def draw(title: str, plot: Plot, results: Sequence[Comparison]) -> matplotlib.figure.Figure:
+    """Draw a plot, narrow enough for a phone."""
+    selected = plot.selected(results)
+    figure = matplotlib.figure.Figure(figsize=(7, plot.height(selected)), layout="constrained")
     figure.suptitle(title)
-    drawn = []
-    for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
-        drawn.append((plot, axes, plot.draw(axes, plot.selected(results))))
-        axes.grid(alpha=0.3)
-    # names at the right change the size of all axes: they are before those beside points
-    for plot, axes, lines in sorted(drawn, key=lambda panel: panel[0].names_beside_points):
-        if lines:
-            plot.write_names(axes, lines)
+    axes = figure.subplots()
+    lines = plot.draw(axes, selected)
+    axes.grid(alpha=0.3)
+    if lines:
+        plot.write_names(axes, lines)
     return figure
 
 

@@ -2,20 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from matplotlib.axes import Axes
 
 from studies.labels import GRAY, Line, label_points
-from studies.plots import (
-    BARS,
-    COST_LABELS,
-    Cost,
-    LinePlot,
-    by_label,
-    cost_name,
-    is_measured,
-)
+from studies.plots import BARS, Cost, LinePlot, by_label, is_measured
 from studies.records import Comparison, is_larger_better
 
 
@@ -33,7 +24,6 @@ class Points(LinePlot):
     y: str
     x: Cost = "state_bytes"
     frontier: bool = False
-    names_beside_points: ClassVar[bool] = True
 
     @property
     def metrics(self) -> list[str]:
@@ -57,13 +47,12 @@ class Points(LinePlot):
         if self.frontier and best:
             drawn.append(self._draw_frontier(axes, best, max(x.mean(self.x) for x in measured)))
         self.draw_chance(axes)
-        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
+        axes.set(xlabel=self.cost_label(self.x), ylabel=self.label(self.y), xscale="log")
         axes.margins(0.15)  # space for names
         if is_larger_better(self.y):  # an accuracy
             axes.set_ylim(0, 1.1)
-        cost = cost_name(self.x)
         note = "steps: the Pareto frontier" if self.frontier else ""
-        default = f"{self.y.replace('_', ' ')} against {cost}"
+        default = f"{self.y.replace('_', ' ')} against {self.cost_name(self.x)}"
         self.set_title(axes, default, results, BARS, note)
         return drawn
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from studies.labels import Line
-from studies.plots import COST_LABELS, Cost, LinePlot, by_label, cost_name, is_measured
+from studies.plots import Cost, LinePlot, by_label, is_measured
 from studies.records import Comparison
 
 
@@ -131,8 +131,9 @@ class PowerLawPlot(LinePlot):
                 y = [fit(cost) for cost in costs]
                 axes.plot(costs, y, color=color, linewidth=1.5)
             drawn.append(Line(label, costs, y, color))
-        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log", yscale="log")
+        axes.set(xlabel=self.cost_label(self.x), ylabel=self.label(self.y))
+        axes.set(xscale="log", yscale="log")
         set_ticks(axes)
-        default = f"{self.y.replace('_', ' ')} against {cost_name(self.x)}"
+        default = f"{self.y.replace('_', ' ')} against {self.cost_name(self.x)}"
         self.set_title(axes, default, results, "dots: seeds; lines: power laws")
         return drawn

@@ -10,7 +10,7 @@ from studies.differences import (
     remaining_differences,
 )
 from studies.grid import Study
-from studies.plots import cost_name
+from studies.plots import Plot
 from studies.power_law import PowerLawPlot
 from studies.records import (
     Comparison,
@@ -21,7 +21,12 @@ from studies.records import (
     table,
 )
 
-PLOT_FILE = "report.png"
+
+def plot_files(study: Study) -> dict[str, Plot]:
+    """The plots of a study by the names of their files."""
+    if len(study.plots) == 1:
+        return {"report.png": study.plots[0]}
+    return {f"report_{number}.png": plot for number, plot in enumerate(study.plots, 1)}
 
 
 def paragraphs(
@@ -40,8 +45,7 @@ def paragraphs(
     measured = [record for result in results for record in result.records]
     check_measured(study.title, study.named_metrics(), measured)
     parts = [f"# {study.title}", study.about.strip()]
-    if study.plots:
-        parts.append(f"![{study.title}]({PLOT_FILE})")
+    parts += (f"![{study.title}]({name})" for name in plot_files(study))
     parts.append(table(results, study.metric, study.extra_metrics, study.reached))
     if len(study.axes.get(study.seeds, {})) > 1:
         parts.append(
@@ -105,7 +109,7 @@ def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
     parts = []
     for plot in study.plots:
         if isinstance(plot, PowerLawPlot) and (fits := plot.fits(results)):
-            cost = cost_name(plot.x)
+            cost = plot.cost_name(plot.x)
             parts.append(
                 f"Power laws: {_words(plot.y)} proportional to ({cost})^(-b), fitted to the "
                 "logarithms of the means over the seeds. Brackets are 95% confidence intervals of "

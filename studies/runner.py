@@ -18,7 +18,7 @@ from heinsen_jax.training.settings import resolve_settings
 from studies.grid import Run, Study, describe
 from studies.plots import draw
 from studies.records import RunRecord, check_measured
-from studies.report import PLOT_FILE, paragraphs
+from studies.report import paragraphs, plot_files
 from studies.results import RESULTS_FILE, Recorded, results_of
 from studies.runs import check_content, content_of, costs, folder_name
 from studies.schedule import schedule
@@ -145,8 +145,8 @@ def _check_content(study: Study, recorded: Recorded) -> None:
 def _report(study: Study, output: Path, records: Sequence[RunRecord | None]) -> None:
     """Write the report and its plots, given the records of all runs, None if unfinished."""
     results = results_of(study, output)
-    if study.plots:
-        draw(study.title, study.plots, results).savefig(output / PLOT_FILE, dpi=100)
+    for name, plot in plot_files(study).items():
+        draw(study.title, plot, results).savefig(output / name, dpi=150)
     with storage_errors(output):
         (output / REPORT_FILE).write_text("\n\n".join(paragraphs(study, results, records)) + "\n")
 

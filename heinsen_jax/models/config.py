@@ -78,9 +78,9 @@ class LanguageModelConfig:
     num_layers: pydantic.PositiveInt = 24
     """Number of residual blocks."""
     attention: Pattern = "log"
-    """Attention mechanism, such as log or softmax; the README lists all. Several form a pattern
-    that the model repeats. gqa+mamba2 are in parallel: a layer with the sum of their outputs. With
-    options: `Layers`, on the command line log:repeats=3,decay=head."""
+    """Attention mechanism, such as log or softmax; `heinsen_jax.attention.names()` lists all.
+    Several form a pattern that the model repeats. gqa+mamba2 are in parallel: a layer with the sum
+    of their outputs. With options: `Layers`, on the command line log:repeats=3,decay=head."""
     block: Literal["paper", "standard", "decay", "fastformer", "llama"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each

@@ -183,8 +183,8 @@ def check_memory(
     Args:
       limits: the memory that is available.
       memory, setting, measure: as for `settings_that_fit`.
-      may_change: whether another setting of the same batch may be chosen, so that the estimated peak
-        fits, too, if possible.
+      may_change: whether another setting of the same batch may be chosen, so that the estimated
+        peak fits, too, if possible.
 
     Returns:
       The setting, or the chosen one.

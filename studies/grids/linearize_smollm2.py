@@ -18,7 +18,7 @@ from heinsen_jax.data import DataConfig
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import linear_layers
 from heinsen_jax.training.config import DistillationConfig, OptimizerConfig, TrainingConfig
-from studies import Study, sweeps
+from studies import Ranking, Study, sweeps
 from studies.linearization import TRAINED_FURTHER
 from studies.points import Points
 
@@ -60,8 +60,6 @@ RATED, RATES = (SINKS, MERGED), (3e-5, 3e-4)
 """Models that are trained with other peak learning rates as well, and these rates."""
 LAST = (TRAINED_FURTHER, WINDOW, SINKS, MERGED, "Gated DeltaNet")
 """Models that are trained on 100k tokens."""
-
-
 COLORS = {
     TRAINED_FURTHER: sweeps.COLORS["softmax"],
     WINDOW: "C1",
@@ -69,6 +67,9 @@ COLORS = {
     MERGED: "black",
     "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
 }
+
+
+PLOT = {"unit": "nats per token", "highlighted": COLORS}
 
 
 def get_config() -> ExperimentConfig:
@@ -151,13 +152,7 @@ def get_study() -> Study:
         select=is_run,
         baseline=TRAINED_FURTHER,
         plots=(
-            Points(
-                "loss",
-                x="tokens",
-                lines="model",
-                unit="nats per token",
-                frontier=True,
-                highlighted=COLORS,
-            ),
+            Ranking("loss", title="10,240 tokens", where={"tokens": "10k"}, **PLOT),
+            Points("loss", x="tokens", lines="model", where={"model": LAST}, **PLOT),
         ),
     )

@@ -7,10 +7,10 @@ from jinja2 import UndefinedError
 
 from docs.figures import render
 
-PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_expressions_have_values(page):
     render(page.read_text())
 

@@ -33,7 +33,7 @@ HIGHLIGHTED = {"softmax": "C0"}
 
 
 def drawn(plot) -> tuple[Axes, matplotlib.figure.Figure]:
-    figure = draw("A study", [plot], RESULTS)
+    figure = draw("A study", plot, RESULTS)
     return figure.axes[0], figure
 
 
@@ -83,7 +83,7 @@ def test_lines_are_named_and_labels_have_units(plot, labels, title):
 def test_losses_are_drawn_against_the_test_length():
     rows = [{"metrics": {"loss_8": 0.5, "loss_32": 0.25}}]
     plot = LengthPlot((8, 32), metric="loss", unit="nats per token")
-    (axes,) = draw("A study", [plot], [Comparison({"mechanism": "log"}, {}, rows)]).axes
+    (axes,) = draw("A study", plot, [Comparison({"mechanism": "log"}, {}, rows)]).axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[0.5, 0.25]]
     assert axes.get_ylabel() == "loss (nats per token)"
 
@@ -101,29 +101,56 @@ def test_results_that_are_missing_or_not_finite_are_omitted():
         Comparison({"mechanism": "failed"}, {}, [{"failed": "NaN!"}]),
     ]
     plots = [Points("accuracy"), LengthPlot((8, 16)), Ranking("accuracy")]
-    for axes in draw("A study", plots, results).axes:
+    for plot in plots:
+        (axes,) = draw("A study", plot, results).axes
         assert not axes.texts
         assert not axes.lines
-    assert not draw("A study", [Points("accuracy", x="flops")], RESULTS).axes[0].lines
-    with_log = draw("A study", plots[:1], [*results, RESULTS[0]]).axes[0]
+    assert not draw("A study", Points("accuracy", x="flops"), RESULTS).axes[0].lines
+    with_log = draw("A study", plots[0], [*results, RESULTS[0]]).axes[0]
     assert [text.get_text() for text in with_log.texts] == ["log"]
 
 
 def test_a_ranking_has_all_seeds_the_baseline_and_chance():
     plot = Ranking("accuracy", highlighted=HIGHLIGHTED, baseline="log", chance=0.125)
     axes, _ = drawn(plot)
-    assert [name.get_text() for name in axes.get_yticklabels()] == ["softmax", "l1", "log"]
-    assert axes.get_yticklabels()[0].get_color() == "C0"
+    assert [name.get_text() for name in axes.get_yticklabels()] == ["log", "softmax", "l1"]
+    assert axes.get_yticklabels()[1].get_color() == "C0"
     dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
     assert dashed == pytest.approx([0.6, 0.125])
     assert "(dots: seeds; line: mean)" in axes.get_title()
+
+
+@pytest.mark.parametrize(("metric", "names"), [("accuracy", ["a", "b"]), ("loss", ["b", "a"])])
+def test_the_best_row_of_a_ranking_is_at_the_top(metric, names):
+    values = {"a": 0.25, "b": 0.5}
+    results = [
+        Comparison({"mechanism": name}, {}, [{"metrics": {metric: value}}])
+        for name, value in values.items()
+    ]
+    axes = draw("A study", Ranking(metric), results).axes[0]
+    assert [name.get_text() for name in axes.get_yticklabels()] == names
+
+
+@pytest.mark.parametrize(
+    ("unit", "label"),
+    [
+        ("nats per byte", "training bytes"),
+        ("nats per character", "training characters"),
+        ("", "training tokens"),
+    ],
+)
+def test_training_tokens_are_named_for_what_the_metric_counts(unit, label):
+    plot = Points("loss", x="tokens", unit=unit)
+    (axes,) = draw("A study", plot, []).axes
+    assert axes.get_xlabel() == label
+    assert plot.cost_label("parameters") == "parameters"
 
 
 def test_labels_that_all_results_of_a_plot_have_are_left_out():
     rows = [{"metrics": {"accuracy": 0.5}}]
     results = [Comparison({"mechanism": "log", "task": task}, {}, rows) for task in ("a", "b", "c")]
     for where, names in (({"task": "a"}, ["log"]), ({"task": ("b", "c")}, ["log b", "log c"])):
-        axes = draw("A study", [Ranking("accuracy", where=where)], results).axes[0]
+        axes = draw("A study", Ranking("accuracy", where=where), results).axes[0]
         assert [name.get_text() for name in axes.get_yticklabels()] == names
 
 
@@ -141,7 +168,7 @@ def points(metric: str, sign: int) -> list[Comparison]:
 @pytest.mark.parametrize(("metric", "sign"), [("accuracy", 1), ("loss", -1)])
 def test_the_frontier_is_the_best_with_at_most_a_cost(metric, sign):
     plot = Points(metric, frontier=True, highlighted={"d": "C1"})
-    axes = draw("A study", [plot], points(metric, sign)).axes[0]
+    axes = draw("A study", plot, points(metric, sign)).axes[0]
     assert {text.get_text() for text in axes.texts} == {"a", "b", "d"}
     assert "steps: the Pareto frontier" in axes.get_title()
     steps, rings = (line for line in axes.lines if line.get_color() == "black")
@@ -151,13 +178,13 @@ def test_the_frontier_is_the_best_with_at_most_a_cost(metric, sign):
 
 
 def test_without_a_frontier_all_points_are_named():
-    axes = draw("A study", [Points("accuracy")], points("accuracy", 1)).axes[0]
+    axes = draw("A study", Points("accuracy"), points("accuracy", 1)).axes[0]
     assert {text.get_text() for text in axes.texts} == set(POINTS)
 
 
 def test_names_of_lines_that_all_have_several_points_are_at_the_right():
     lines = [x for x in points("accuracy", 1) if len(POINTS[x.compared["mechanism"]]) > 1]
-    axes = draw("A study", [Points("accuracy")], lines).axes[0]
+    axes = draw("A study", Points("accuracy"), lines).axes[0]
     assert [(x.get_text(), x.get_position()[0]) for x in axes.texts] == [("d", 1.08), ("a", 1.08)]
 
 
@@ -165,7 +192,7 @@ def test_losses_by_position_are_at_the_ends_of_their_buckets():
     metrics = {"loss_40_at_16": 3.0, "loss_40_at_32": 2.0, "loss_40_at_40": 1.5}
     results = [Comparison({"mechanism": name}, {}, [{"metrics": metrics}]) for name in "ab"]
     plot = PositionPlot(40, unit="nats", position_unit="letters", highlighted={"a": "C0"})
-    axes = draw("A study", [plot], results).axes[0]
+    axes = draw("A study", plot, results).axes[0]
     line = next(line for line in axes.lines if line.get_color() == "C0")
     assert list(zip(*line.get_data(), strict=True)) == [(16, 3.0), (32, 2.0), (40, 1.5)]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("position (letters)", "loss (nats)")
@@ -182,7 +209,7 @@ def test_power_laws_are_drawn_and_reported():
     results += [result("b", size) for size in (4, 16, 64)]
     where = {"size": ("4", "16", "64")}
     plot = PowerLawPlot("loss", "parameters", lines="model", highlighted={"a": "C0"}, where=where)
-    axes = draw("A study", [plot], results).axes[0]
+    axes = draw("A study", plot, results).axes[0]
     line = next(x for x in axes.lines if x.get_linestyle() == "-")
     assert line.get_ydata() == pytest.approx([4.0, 2.0, 1.0])  # of the selected sizes only
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")

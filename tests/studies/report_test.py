@@ -15,7 +15,7 @@ from studies import (
     results_of,
 )
 from studies.records import table
-from studies.report import paragraphs
+from studies.report import paragraphs, plot_files
 from studies.results import RESULTS_FILE, Recorded
 from studies.schedule import schedule
 from tests.studies.small import PLAIN
@@ -102,4 +102,4 @@ def test_committed_reports_are_of_their_results(folder):
     records = [recorded.of(run) for runs in schedule(study, recorded) for run in runs]
     now = paragraphs(study, results_of(study, folder), records)
     assert (folder / "report.md").read_text().strip() == "\n\n".join(now).strip()
-    assert (folder / "report.png").exists() == bool(study.plots)
+    assert {x.name for x in folder.glob("*.png")} == {*plot_files(study)}

@@ -88,7 +88,7 @@ def load_run(
 def load_model(
     workdir: str | Path, *, best: bool = True, on_host: bool = False
 ) -> tuple[LanguageModel, int]:
-    """`load_run` without the tokenizer. A saved model needs no extra, a run's checkpoint `train`.
+    """`load_run` without the tokenizer. Loading a model folder needs no extra; a run's checkpoint needs the extra `train`.
 
     Raises:
       UserError: as `load_run`.

@@ -69,12 +69,15 @@ class TrainingResult:
 def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingResult:
     """Train from the latest checkpoint in the run's folder, or from the start, to the last step.
 
-    SIGTERM, SIGHUP and SIGINT in any of the processes save a checkpoint after the current step and
-    end training early. Before the first step, this function does not handle them.
+    On SIGTERM, SIGHUP or SIGINT in any of the processes, save a checkpoint after the current step
+    and stop. Before the first step, these signals are not handled.
 
     Args:
       prepared: the run, from `prepare_run`; closed at the end.
       trackers: trackers of the metrics, in addition to `training.trackers`; process 0 calls them.
+
+    Returns:
+      The last step, the metrics of the last evaluation, and the signal that stopped training.
 
     Raises:
       UserError: all checkpoints of the run are lost; the weights of its teacher have changed; a
@@ -82,7 +85,12 @@ def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingRe
       Diverged: `max_consecutive_skips` consecutive updates were skipped.
 
     Examples:
-      A run that only reports its cost:
+      Train, or resume, and read the metrics of the last evaluation:
+
+          result = train(prepare_run(load_config("quickstart"), "runs/quickstart"))
+          result.metrics["loss"]
+
+      Report the cost of a run only:
 
           train(prepare_run(load_config("quickstart"), "runs/quickstart", dry_run=True))
     """

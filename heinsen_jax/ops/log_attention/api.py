@@ -113,7 +113,8 @@ def log_attention(
         and later), or None to choose: "scan" for one token, "chunked" for several; "gpu" where it
         was measured to be faster, on a single H100 or H200, for large batches in bfloat16 without
         optional arguments, unless the environment variable HEINSEN_JAX_GPU_KERNELS is 0. On a
-        device, a named implementation never falls back to another.
+        device, a named implementation never falls back to another, except that "gpu" computes a
+        call again by "chunked" if a normalizer is close to the smallest normal number.
         "reference" and "scan" have derivatives of any order and mode; "chunked" and "gpu", which
         None may choose, first derivatives in reverse mode only. With those, JAX raises "can't apply
         forward-mode autodiff (jvp) to a custom_vjp function" or, for second derivatives,
@@ -221,7 +222,8 @@ def heinsen_attention(
     Args:
       query, key, is_causal, segment_ids, key_value_seq_lengths: as in `log_attention`.
       value: `[*B, S, num_kv_heads, value_depth]`, of any sign.
-      local_window_size, log_decay, return_state, implementation: as in `log_attention`.
+      local_window_size, log_decay, return_state, implementation: as in `log_attention`, except
+        that None never chooses "gpu".
       initial_state: as returned by this function.
 
     Returns:

@@ -37,10 +37,11 @@ def trainer_reference() -> Text:
 
 def options_table(options: Iterable[tuple[str, Option]]) -> str:
     rows = [
-        f"| `{name}` | {values_of(x)} | `{x.default!r}` | {x.help.replace('|', chr(92) + '|')} |"
+        f"| `{name}`<br>`{x.default!r}` | {values_of(x)} | {x.help.replace('|', chr(92) + '|')} |"
         for name, x in options
     ]
-    return "\n".join(["| option | values | default | |", "|---|---|---|---|", *rows])
+    head = ["| option, default | values | |", "|---|---|---|"]
+    return "\n".join(['<div class="options" markdown>\n', *head, *rows, "\n</div>"])
 
 
 def values_of(option: Option) -> str:

@@ -179,14 +179,14 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Plot the measurements, with the name of each mechanism at the end of its line."""
-    figure = matplotlib.figure.Figure(figsize=(13, 11), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(6.5, 21), layout="constrained")
     made_on = record["environment"]
     figure.suptitle(
         f"One layer, width {MODEL_DIM}, {NUM_HEADS} heads, float32; {made_on['cpu']}, "
         f"{made_on['cpu_cores']} cores, JAX {made_on['jax']}"
     )
     for axes, (panel, (title, unit, across)) in zip(
-        figure.subplots(2, 2).flat, PANELS.items(), strict=True
+        figure.subplots(4), PANELS.items(), strict=True
     ):
         lines = []
         for name, measured in record["mechanisms"].items():
@@ -202,7 +202,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
         label_at_right(axes, lines)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=110)
     image = Image.open(path).convert("RGB").quantize(128, kmeans=1)
     image.save(path, optimize=True)  # a third of the size
 

@@ -123,7 +123,7 @@ def measure(single: Stream, double: Stream, tokens: np.ndarray) -> list[dict[str
 
 
 def plot(rows: list[dict[str, float]], file: Path) -> None:
-    figure, (drift, speed, memory) = plt.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    figure, (drift, speed, memory) = plt.subplots(3, figsize=(6, 8), layout="constrained")
     tokens = [row["tokens"] for row in rows]
     drift.plot(tokens, [row["largest_difference"] for row in rows])
     drift.set(title="float32 against float64", ylabel="largest difference of log p", yscale="log")

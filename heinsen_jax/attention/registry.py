@@ -248,7 +248,16 @@ def build(
     param_dtype: DTypeLike = jnp.float32,
     **config: FieldValue,
 ) -> Attention:
-    """A mechanism by name, with fields of its configuration as further keywords.
+    """Build a layer by the name of its mechanism: x `[*B, T, model_dim]` to the same shape.
+
+    Args:
+      name: one of `names()`.
+      model_dim: width of the residual stream.
+      num_heads: number of heads.
+      rngs: keys of the initial parameters.
+      dtype: dtype of the computation; by default the type that inputs and parameters promote to.
+      param_dtype: dtype of the parameters.
+      config: options of the mechanism, the fields of its `Config`.
 
     Raises:
       ValueError: as `configure`, or the sizes are inconsistent.

@@ -53,6 +53,9 @@ def complete(
       temperature, top_k, top_p, key: as for `generate`.
       state: state of one sequence that precedes every prompt; None at the start.
 
+    Returns:
+      For each prompt, its continuations, without the prompt.
+
     Raises:
       UserError: an argument is out of its range; the message names it.
 

@@ -89,8 +89,8 @@ def generate(
       temperature: > 0.
       top_k: number of candidates; all when None, greedy (no `key` needed) when 1.
       top_p: probability that the candidates have together, in (0, 1]; 1 when None.
-      key: a `jax.random.key`; or one per row, `[*B]`, so that rows are sampled as they would be
-        alone.
+      key: a `jax.random.key`, needed unless `top_k` is 1; or one per row, `[*B]`, so that rows are
+        sampled as they would be alone.
       state: state before `tokens`; None at the start of a sequence.
       num_tokens: only ids below this are sampled; a model's vocabulary may be padded.
       return_state: whether to return the state, too. It is the state before the last new token:

@@ -66,6 +66,12 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
     Raises:
       UserError: an option is invalid; the teacher has no training text and no `data` is given; or
         a run does not fit into memory; before any training.
+
+    Examples:
+      Windows with sinks, in all layers but every fifth:
+
+          attention = ("sliding_window:window_size=60,num_sinks=4",)
+          linearize(Options("runs/teacher", "runs/linear", attention=attention, keep=("4::5",)))
     """
     options = _with_absolute_paths(options)
     with open_run(options.model) as run:  # its tokenizer prepares the data

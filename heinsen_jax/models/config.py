@@ -116,7 +116,7 @@ class LanguageModelConfig:
     lora_rank: pydantic.PositiveInt | None = None
     """Rank of products A B, initially 0, that are added to projections of attention, except for
     those to decays, and to the MLP (Hu et al., 2021, LoRA, arXiv:2106.09685). Only A and B are
-    trained; the others come from `training.start`. None are added when None."""
+    trained; all others are loaded from `training.start`. None are added when None."""
     tie_embeddings: bool = True
     """Whether the readout has the weights of the token embedding."""
     logit_soft_cap: pydantic.PositiveFloat | None = None

@@ -63,21 +63,29 @@ def load_run(
     on_host: bool = False,
     precision: Precision = AS_SAVED,
 ) -> tuple[LanguageModel, Tokenizer | None, int]:
-    """Load the model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a
-    model folder of `interop.hub`. The tokenizer is None if the run trained on a task.
+    """Load a run's best (or latest) checkpoint, or a model folder of `interop.hub`.
 
     Args:
       workdir: the folder.
-      best: whether to load the best checkpoint, not the latest.
+      best: whether to load the checkpoint with the smallest validation loss, not the latest.
       on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
         on its first device.
       precision: dtypes in place of the saved ones.
+
+    Returns:
+      The model, the tokenizer, which is None if the run trained on a task, and the step.
 
     Raises:
       UserError: the folder has no run, or the run is damaged or has no checkpoints.
 
     Warns:
       UserWarning: a checkpoint is damaged or missing, and another one is used.
+
+    Examples:
+      Continue a prompt with a trained model:
+
+          model, tokenizer, step = load_run("runs/quickstart")
+          complete(model, tokenizer, ["def "], 100, key=jax.random.key(0))
     """
     with open_run(workdir) as run:
         model, step, config = _loaded(run, best, on_host, precision)

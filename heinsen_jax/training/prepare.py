@@ -117,6 +117,9 @@ def prepare_run(
         `jax.set_mesh`, or else of `config.mesh`.
       restart, allow_change, dry_run, profile: see `Modes`.
 
+    Returns:
+      The run, for `train`; it holds the lock of the folder.
+
     Raises:
       UserError: settings, data and the content of the folder do not fit together; or another
         process uses the folder.

@@ -70,10 +70,10 @@ MODELS = {
 
 def main() -> None:
     wide = matplotlib.figure.Figure(figsize=(12, 3.4), layout="constrained")
-    draw_panels(wide.subfigures(1, 3, width_ratios=(1, 1, 1.4)))
+    draw_panels(wide.subfigures(1, 3, squeeze=False, width_ratios=(1, 1, 1.4)).flat)
     wide.savefig(RESULTS / "front_page.png", dpi=150)
     narrow = matplotlib.figure.Figure(figsize=(4.6, 9), layout="constrained")
-    draw_panels(narrow.subfigures(3))
+    draw_panels(narrow.subfigures(3, squeeze=False).flat)
     narrow.savefig(RESULTS / "front_page_narrow.png", dpi=150)
 
 

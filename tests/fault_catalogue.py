@@ -1586,8 +1586,8 @@ STUDY_FAULTS = {
     ),
     "a ranking from the worst to the best": Fault(
         "studies/plots.py",
-        "key=lambda result: -result.mean(self.metric)",
-        "key=lambda result: result.mean(self.metric)",
+        "if not is_larger_better(self.metric):\n            ranked.reverse()",
+        "if is_larger_better(self.metric):\n            ranked.reverse()",
         ("tests/studies/plots_test.py",),
     ),
     "highlighted lines below others": Fault(

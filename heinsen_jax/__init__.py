@@ -10,8 +10,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBPACKAGES = (
-    *("attention", "config", "data", "generate", "interop", "linearize", "models", "objectives"),
-    *("ops", "runs", "runtime", "sharding", "storage", "training"),
+    *("attention", "config", "data", "generate", "goom", "interop", "linearize", "models"),
+    *("objectives", "ops", "runs", "runtime", "sharding", "storage", "training"),
 )
 _OF_ATTENTION = ("heinsen_attention", "log_attention", "log_attention_fn")
 

@@ -32,9 +32,12 @@ CHECK_TYPES = "CHECK_TYPES"
 """Environment variable with which annotations are checked at run time, for about 15% more time."""
 CHECKED = [
     *(f"heinsen_jax.{name}" for name in ("attention", "config", "data", "evaluate", "generate")),
-    *(f"heinsen_jax.{name}" for name in ("interop", "linearize", "models", "objectives", "ops")),
-    *(f"heinsen_jax.{name}" for name in ("runs", "runtime", "sharding", "storage", "training")),
-    *("heinsen_jax.typing", "studies"),
+    *(f"heinsen_jax.{name}" for name in ("goom", "interop", "linearize", "models", "objectives")),
+    *(
+        f"heinsen_jax.{name}"
+        for name in ("ops", "runs", "runtime", "sharding", "storage", "training")
+    ),
+    *("heinsen_jax.training", "heinsen_jax.typing", "studies"),
 ]
 TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 if os.environ.get(CHECK_TYPES):

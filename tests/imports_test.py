@@ -8,7 +8,7 @@ ORDER = [
     {"errors", "typing"},
     {"pytrees", "sharding", "storage"},
     {"runtime", "ops"},
-    {"attention"},
+    {"attention", "goom"},
     {"models"},
     {"data"},
     {"runs", "objectives"},

@@ -1,0 +1,236 @@
+"""Numbers as logarithms and signs, and their elementwise functions and sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from heinsen_jax.ops.numerics import finite, safe_log
+from heinsen_jax.typing import Array, Complex, Float, pytree_dataclass
+
+
+@pytree_dataclass
+class Goom:
+    """Real numbers x = sign exp(log_abs): generalized orders of magnitude
+    (arXiv:2510.03426), with a sign in place of an imaginary part of 0 or pi.
+
+    Gradients are of the number: the tangent of `log_abs` is dx / x, or dx where x = 0. Functions of
+    this package follow this convention, so that gradients of real functions are right at 0 and for
+    both signs; other functions of `log_abs` have a gradient of 0 where x = 0.
+
+    Attributes:
+      log_abs: log |x|, -inf for 0.
+      sign: 1, -1, or 0 for 0, as int8.
+    """
+
+    log_abs: Array
+    sign: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.log_abs.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.log_abs.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the logarithms."""
+        return self.log_abs.dtype
+
+    def __getitem__(self, index: object) -> Goom:
+        return jax.tree.map(lambda x: x[index], self)
+
+    def __neg__(self) -> Goom:
+        return multiply(self, Goom(jnp.zeros((), self.dtype), jnp.int8(-1)))
+
+    def __add__(self, other: Goom) -> Goom:
+        return add(self, other)
+
+    def __sub__(self, other: Goom) -> Goom:
+        return add(self, -other)
+
+    def __mul__(self, other: Goom) -> Goom:
+        return multiply(self, other)
+
+
+def with_tangent(tangent: Array) -> Goom:
+    """A tangent of numbers: signs are integers, and have none."""
+    none: Any = np.zeros(tangent.shape, jax.dtypes.float0)
+    return Goom(tangent, none)
+
+
+def unit(x: Goom) -> Goom:
+    """What the tangent of a number is relative to: the number itself, or 1 for 0."""
+    is_zero = x.log_abs == -jnp.inf
+    return Goom(jnp.where(is_zero, 0, x.log_abs), jnp.where(is_zero, 1, x.sign).astype(jnp.int8))
+
+
+def ratio(x: Goom, y: Goom) -> Array:
+    """x / y for y != 0, at most the largest finite number."""
+    return (x.sign * y.sign) * clipped_exp(x.log_abs - y.log_abs)
+
+
+def clipped_exp(x: Array) -> Array:
+    return jnp.exp(jnp.minimum(x, np.log(jnp.finfo(x.dtype).max).astype(x.dtype)))
+
+
+@jax.custom_jvp
+def to_goom(x: Float[Array, "*S"]) -> Goom:
+    """Real numbers `[*S]` as logarithms and signs.
+
+    Examples:
+      >>> to_goom(jnp.array([-1.0, 0.0])).sign.tolist()
+      [-1, 0]
+    """
+    x = jnp.asarray(x)
+    return Goom(jnp.log(jnp.abs(x)), jnp.sign(x).astype(jnp.int8))
+
+
+@to_goom.defjvp
+def _to_goom_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return to_goom(x), with_tangent(dx / jnp.where(x == 0, 1, x))
+
+
+@jax.custom_jvp
+def from_goom(x: Goom) -> Float[Array, "*S"]:
+    """The real numbers, infinite or 0 beyond the range of the dtype.
+
+    Examples:
+      >>> from_goom(to_goom(jnp.array([-2.0, 0.0]))).tolist()
+      [-2.0, 0.0]
+    """
+    return x.sign * jnp.exp(x.log_abs)
+
+
+@from_goom.defjvp
+def _from_goom_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    unit_x = unit(x)
+    return from_goom(x), unit_x.sign * clipped_exp(unit_x.log_abs) * dx.log_abs
+
+
+def from_complex(log_x: Complex[Array, "*S"]) -> Goom:
+    """Complex logarithms of real numbers, with imaginary parts that are multiples of pi, as in the
+    authors' implementation; they are rounded to the nearest multiple.
+
+    Examples:
+      >>> from_complex(jnp.array([jnp.pi * 1j])).sign.tolist()
+      [-1]
+    """
+    log_abs = jnp.real(log_x)
+    sign = 1 - 2 * (jnp.round(jnp.imag(log_x) / jnp.pi).astype(jnp.int32) % 2)
+    return Goom(log_abs, jnp.where(log_abs == -jnp.inf, 0, sign).astype(jnp.int8))
+
+
+def to_complex(x: Goom) -> Complex[Array, "*S"]:
+    """Complex logarithms, with imaginary parts 0 or pi.
+
+    Examples:
+      >>> to_complex(to_goom(jnp.array([-1.0]))).imag.round(4).tolist()
+      [3.1415998935699463]
+    """
+    return jax.lax.complex(x.log_abs, jnp.where(x.sign < 0, np.pi, 0).astype(x.dtype))
+
+
+def add(x: Goom, y: Goom) -> Goom:
+    """x + y, broadcast.
+
+    Examples:
+      >>> total = add(Goom(jnp.array(1e4), jnp.int8(1)), Goom(jnp.array(1e4), jnp.int8(1)))
+      >>> round(float(total.log_abs), 2)
+      10000.69
+    """
+    x, y = broadcast(x, y)
+    return sum(jax.tree.map(lambda *parts: jnp.stack(parts), x, y), 0)
+
+
+@jax.custom_jvp
+def _multiply(x: Goom, y: Goom) -> Goom:
+    return Goom(x.log_abs + y.log_abs, x.sign * y.sign)
+
+
+@_multiply.defjvp
+def _multiply_jvp(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    z = _multiply(x, y)
+    is_zero = z.log_abs == -jnp.inf
+    from_x = jnp.where(is_zero, y.sign * clipped_exp(y.log_abs), 1)
+    from_y = jnp.where(is_zero, x.sign * clipped_exp(x.log_abs), 1)
+    return z, with_tangent(from_x * dx.log_abs + from_y * dy.log_abs)
+
+
+def multiply(x: Goom, y: Goom) -> Goom:
+    """x y, broadcast.
+
+    Examples:
+      >>> x = to_goom(jnp.array([1e30, -1e30]))
+      >>> multiply(multiply(x, x), x).sign.tolist()
+      [1, -1]
+    """
+    return _multiply(*broadcast(x, y))
+
+
+def broadcast(x: Goom, y: Goom) -> tuple[Goom, Goom]:
+    shape = jnp.broadcast_shapes(x.shape, y.shape)
+    return tuple(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, shape), z) for z in (x, y))
+
+
+def sum(x: Goom, axis: int) -> Goom:
+    """The sum over an axis: terms are scaled by the largest one.
+
+    Examples:
+      >>> x = Goom(jnp.array([1e4, 1e4, 0.0]), jnp.array([1, -1, 1], jnp.int8))
+      >>> from_goom(sum(x, 0)).tolist()
+      1.0
+    """
+    return _sum(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), x))
+
+
+@jax.custom_jvp
+def _sum(x: Goom) -> Goom:
+    """The sum over the first axis."""
+    largest = finite(jnp.max(x.log_abs, 0, initial=-jnp.inf))
+    total = jnp.sum(x.sign * jnp.exp(x.log_abs - largest[None]), 0)
+    return scaled(total, largest)
+
+
+@_sum.defjvp
+def _sum_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    z = _sum(x)
+    unit_z = jax.tree.map(lambda leaf: leaf[None], unit(z))
+    return z, with_tangent(jnp.sum(ratio(unit(x), unit_z) * dx.log_abs, 0))
+
+
+def scaled(x: Array, exponent: Array) -> Goom:
+    """x exp(exponent), for a finite exponent."""
+    return Goom(jnp.log(jnp.abs(x)) + exponent, jnp.sign(x).astype(jnp.int8))
+
+
+def dot(x: Goom, y: Goom, axis: int = -1) -> Goom:
+    """The sum of x y over an axis.
+
+    Examples:
+      >>> x = to_goom(jnp.array([3.0, 4.0]))
+      >>> round(float(from_goom(dot(x, x))), 4)
+      25.0
+    """
+    return sum(multiply(x, y), axis)
+
+
+def norm(x: Goom, axis: int = -1) -> Goom:
+    """The Euclidean norm over an axis; its gradient is 0 where it is 0.
+
+    Examples:
+      >>> round(float(from_goom(norm(to_goom(jnp.array([3.0, 4.0]))))), 4)
+      5.0
+    """
+    largest = finite(jax.lax.stop_gradient(jnp.max(x.log_abs, axis, initial=-jnp.inf)))
+    squares = jnp.sum(jnp.exp(2 * (x.log_abs - jnp.expand_dims(largest, axis))), axis)
+    return Goom(safe_log(squares) / 2 + largest, (squares > 0).astype(jnp.int8))

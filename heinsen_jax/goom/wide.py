@@ -1,0 +1,201 @@
+"""Floats with an exponent of 32 bits, in which matrix products are computed.
+
+Logarithms of large numbers have few digits after the point: at exp(1e6), float32 has steps of 6%.
+A mantissa and an exponent lose none, however long a chain of products is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from heinsen_jax.goom.numbers import Goom, from_goom, to_goom
+from heinsen_jax.ops.choice import first_safe
+from heinsen_jax.ops.numerics import TERMS, smallest_sum
+from heinsen_jax.ops.numerics import matmul as matrix_product
+from heinsen_jax.typing import Array, pytree_dataclass
+
+NONE = -(1 << 30)
+"""Exponent of 0, below all others."""
+
+
+@pytree_dataclass
+class Wide:
+    """Numbers mantissa * 2^exponent, with |mantissa| in [1/2, 1), or 0.
+
+    A mantissa of 0 may have any exponent, to which its gradient is relative.
+    """
+
+    mantissa: Array
+    exponent: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.mantissa.shape
+
+    def __getitem__(self, index: object) -> Wide:
+        return jax.tree.map(lambda x: x[index], self)
+
+    @staticmethod
+    def of(x: Wide | Goom | Array) -> Wide:
+        """Exact for floats."""
+        if isinstance(x, Wide):
+            return x
+        if not isinstance(x, Goom):
+            return normal(x, 0)
+        octaves = jnp.where(x.sign == 0, 0, jnp.ceil(x.log_abs / math.log(2)))
+        octaves = lax.stop_gradient(octaves)
+        high, low = _parts_of_log_2(x.dtype)  # octaves * high is exact
+        rest = (x.log_abs - octaves * high) - octaves * low
+        return normal(from_goom(Goom(rest, x.sign)), octaves.astype(jnp.int32))
+
+    def goom(self) -> Goom:
+        high, low = _parts_of_log_2(self.mantissa.dtype)
+        octaves = self.exponent.astype(self.mantissa.dtype)
+        is_zero = self.mantissa == 0  # only its gradient has the exponent
+        digits = to_goom(
+            self.mantissa * jnp.where(is_zero, power_of_2(self.exponent, self.mantissa.dtype), 1)
+        )
+        shift = jnp.where(is_zero, 0, octaves * low) + jnp.where(is_zero, 0, octaves * high)
+        return Goom(digits.log_abs + shift, digits.sign)
+
+    def scaled(self, exponent: Array) -> Array:
+        """Floats, relative to 2^exponent."""
+        return self.mantissa * power_of_2(self.exponent - exponent, self.mantissa.dtype)
+
+    def largest(self, axis: int | tuple[int, ...]) -> Array:
+        """The largest exponent of numbers that are not 0, or 0 if all are."""
+        exponent = jnp.where(self.mantissa == 0, NONE, self.exponent)
+        largest = jnp.max(exponent, axis, keepdims=True, initial=NONE)
+        return jnp.where(largest == NONE, 0, largest)
+
+
+def _parts_of_log_2(dtype: np.dtype) -> tuple[float, float]:
+    """log 2 as a number with half of the bits, and the rest."""
+    bits = jnp.finfo(dtype).nmant // 2
+    high = math.floor(math.log(2) * 2**bits) / 2**bits
+    return high, math.log(2) - high
+
+
+def power_of_2(exponent: Array, dtype: np.dtype) -> Array:
+    """2^exponent; 0 below the smallest normal number, and the largest power beyond it."""
+    limits = jnp.finfo(dtype)
+    clipped = jnp.clip(exponent, limits.minexp, limits.maxexp - 1)
+    return jnp.where(exponent < limits.minexp, 0, jnp.ldexp(jnp.ones((), dtype), clipped))
+
+
+def normal(x: Array, exponent: Array | int) -> Wide:
+    """x * 2^exponent with a mantissa in [1/2, 1)."""
+    shift = lax.stop_gradient(jnp.frexp(x)[1])
+    shift = jnp.where(x == 0, 0, shift).astype(jnp.int32)
+    # two factors: 2^-shift overflows for the smallest normal numbers
+    half = shift // 2
+    mantissa = x * power_of_2(-half, x.dtype) * power_of_2(half - shift, x.dtype)
+    return Wide(mantissa, jnp.broadcast_to(shift + exponent, x.shape))
+
+
+def add(x: Wide, y: Wide) -> Wide:
+    largest = jnp.maximum(*(jnp.where(z.mantissa == 0, NONE, z.exponent) for z in (x, y)))
+    largest = jnp.where(largest == NONE, 0, largest)
+    return normal(x.scaled(largest) + y.scaled(largest), largest)
+
+
+def product(x: Wide, y: Wide) -> Wide:
+    """The matrix product of x `[*B, I, K]` and y `[*B, K, J]`, whose batch axes are broadcast.
+
+    Rows of x and columns of y are scaled by their largest elements and multiplied as floats, unless
+    a sum could then be lost: if so, all sums are computed term by term.
+    """
+    batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    x, y = (
+        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, batch + leaf.shape[-2:]), z)
+        for z in (x, y)
+    )
+    rows, columns = x.largest(-1), y.largest(-2)
+    tier = _tier(x.scaled(rows), y.scaled(columns), _span(x, rows) + _span(y, columns))
+    return lax.switch(tier, (_scaled_product, _by_terms), x, y)
+
+
+def _span(x: Wide, largest: Array) -> Array:
+    """The least exponent of numbers that are not 0, relative to the largest."""
+    return jnp.min(jnp.where(x.mantissa == 0, 0, x.exponent - largest), initial=0)
+
+
+def _tier(x: Array, y: Array, span: Array) -> Array:
+    """0 if the product of scaled matrices is exact for all sums, otherwise 1.
+
+    Args:
+      x: scaled rows.
+      y: scaled columns.
+      span: the least exponent of a product of two of their elements that are not 0.
+    """
+    x, y = lax.stop_gradient((x, y))
+    excess = (jnp.finfo(x.dtype).minexp + 2 - span).astype(x.dtype)
+
+    def by_product() -> Array:
+        sums = matrix_product(jnp.abs(x), jnp.abs(y))
+        return first_safe(jnp.max(smallest_sum(x.dtype) - sums, initial=0)[None])
+
+    return lax.cond(first_safe(excess[None]) == 0, lambda: jnp.int32(0), by_product)
+
+
+def _scaled_product(x: Wide, y: Wide) -> Wide:
+    rows, columns = x.largest(-1), y.largest(-2)
+    return normal(matrix_product(x.scaled(rows), y.scaled(columns)), rows + columns)
+
+
+def _by_terms(x: Wide, y: Wide) -> Wide:
+    """The product, for a few rows of x at a time, so that at most `TERMS` terms are in memory."""
+    size = x.shape[-2]
+    limit = max(1, TERMS // max(1, math.prod(y.shape)))
+    several = max(number for number in range(1, size + 1) if size % number == 0 and number <= limit)
+
+    def rows_product(rows: Wide) -> Wide:  # [*B, rows, K] to [*B, rows, J]
+        mantissa = rows.mantissa[..., None] * y.mantissa[..., None, :, :]
+        terms = Wide(mantissa, rows.exponent[..., None] + y.exponent[..., None, :, :])
+        largest = terms.largest(-2)
+        return normal(jnp.sum(terms.scaled(largest), -2), jnp.squeeze(largest, -2))
+
+    def split(leaf: Array) -> Array:
+        return jnp.moveaxis(leaf.reshape(*leaf.shape[:-2], -1, several, leaf.shape[-1]), -3, 0)
+
+    def join(leaf: Array) -> Array:
+        leaf = jnp.moveaxis(leaf, 0, -3)
+        return leaf.reshape(*leaf.shape[:-3], size, leaf.shape[-1])
+
+    return jax.tree.map(join, lax.map(rows_product, jax.tree.map(split, x)))
+
+
+def matmul(x: Goom, y: Goom) -> Goom:
+    """The matrix product Z = X Y for X `[*B, I, K]` and Y `[*B, K, J]` of any magnitudes: the
+    log-matmul-exp of arXiv:2510.03426, scaled by row and column.
+
+        Z_ij = 2^(c_i + d_j) sum_k (X_ik 2^-c_i) (Y_kj 2^-d_j)
+
+    c_i is the largest exponent in a row of X, d_j in a column of Y; the scaled matrices are
+    multiplied as floats. If this could lose a sum, because the largest elements of a row and a
+    column do not meet, all sums are computed term by term. Errors are relative to the sum of the
+    magnitudes of the terms.
+
+    Args:
+      x: X; batch axes are broadcast.
+      y: Y.
+
+    Returns:
+      Z `[*B, I, J]`.
+
+    Raises:
+      ValueError: the shapes do not fit.
+
+    Examples:
+      >>> large = Goom(jnp.full((2, 2), 1e6), jnp.ones((2, 2), jnp.int8))
+      >>> matmul(to_goom(jnp.eye(2)), large).log_abs.tolist()
+      [[1000000.0, 1000000.0], [1000000.0, 1000000.0]]
+    """
+    if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-2]:
+        raise ValueError(f"x {x.shape} and y {y.shape} must be [..., I, K] and [..., K, J]")
+    return product(Wide.of(x), Wide.of(y)).goom()

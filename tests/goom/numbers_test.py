@@ -1,0 +1,119 @@
+"""Generalized orders of magnitude equal real numbers, in value and gradient, at any magnitude."""
+
+from decimal import Decimal, localcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen_jax import goom
+from heinsen_jax.goom import Goom, from_goom, to_goom
+
+X = np.array([1.5, -2.0, 0.0, 0.0, 3e-5, -4e10], np.float32)
+Y = np.array([-1.5, 0.5, 2.0, 0.0, -3e-5, 1e10], np.float32)
+
+
+def number(log_abs: float, sign: int = 1) -> Goom:
+    return Goom(jnp.float32(log_abs), jnp.int8(sign))
+
+
+def test_numbers_are_converted_exactly_in_sign_and_closely_in_size():
+    x = to_goom(X)
+    np.testing.assert_array_equal(x.sign, np.sign(X))
+    np.testing.assert_array_equal(x.log_abs[2:4], -np.inf)
+    np.testing.assert_allclose(from_goom(x), X, rtol=2e-6)
+
+
+def test_complex_logarithms_are_converted():
+    x = to_goom(X)
+    z = goom.to_complex(x)
+    np.testing.assert_allclose(np.exp(np.asarray(z, np.complex128)).real, X, rtol=2e-6)
+    back = goom.from_complex(z + 4j * np.pi)
+    np.testing.assert_array_equal(back.sign, x.sign)
+    np.testing.assert_array_equal(back.log_abs, x.log_abs)
+    assert goom.from_complex(jnp.array(-3j * jnp.pi)).sign == -1
+
+
+FUNCTIONS = {
+    "add": (goom.add, lambda x, y: x + y),
+    "subtract": (lambda x, y: x - y, lambda x, y: x - y),
+    "multiply": (goom.multiply, lambda x, y: x * y),
+    "dot": (goom.dot, lambda x, y: jnp.sum(x * y)),
+    "sum": (lambda x, y: goom.sum(x + y * y, 0), lambda x, y: jnp.sum(x + y * y)),
+    "norm": (lambda x, y: goom.norm(x - y), lambda x, y: jnp.linalg.norm(x - y)),
+    "matmul": (
+        lambda x, y: goom.matmul(x[:, None], y[None]),
+        lambda x, y: x[:, None] @ y[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_those_of_real_numbers(name):
+    """Also at 0, and for both signs."""
+    ours, real = FUNCTIONS[name]
+
+    def through_logarithms(x, y):
+        return from_goom(ours(to_goom(x), to_goom(y)))
+
+    wanted, pullback = jax.vjp(real, X, Y)
+    given, our_pullback = jax.vjp(jax.jit(through_logarithms), X, Y)
+    scale = np.abs(np.asarray(wanted)) + 1e-3
+    np.testing.assert_array_less(np.abs(given - wanted), 1e-4 * scale)
+    cotangent = np.linspace(-1, 1, wanted.size, dtype=np.float32).reshape(wanted.shape)
+    for one, other in zip(our_pullback(cotangent), pullback(cotangent), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    tangents = (np.ones_like(X), np.arange(6, dtype=np.float32))
+    (_, forward), (_, wanted) = (jax.jvp(f, (X, Y), tangents) for f in (through_logarithms, real))
+    np.testing.assert_allclose(forward, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_vectorized(name):
+    ours, _ = FUNCTIONS[name]
+    x, y = (to_goom(np.stack([z, -z, 2 * z])) for z in (X, Y))
+    together = jax.vmap(ours)(x, y)
+    for i in range(3):
+        alone = ours(x[i], y[i])
+        np.testing.assert_allclose(together.log_abs[i], alone.log_abs, rtol=1e-5)
+        np.testing.assert_array_equal(together.sign[i], alone.sign)
+
+
+def test_sums_beyond_floats_are_exact():
+    logs, signs = [1e4, 9999.5, 9990.0, -1e4], [1, -1, 1, -1]
+    with localcontext(prec=40):
+        terms = [sign * Decimal(log).exp() for log, sign in zip(logs, signs, strict=True)]
+        wanted = float(sum(terms).ln())
+    x = Goom(jnp.array(logs, jnp.float32), jnp.array(signs, jnp.int8))
+    assert float(goom.sum(x, 0).log_abs) == pytest.approx(wanted, abs=2e-3)
+    small = goom.add(number(-1e6), number(-1e6))
+    assert float(small.log_abs) == pytest.approx(-1e6 + np.log(2), abs=0.07)
+    assert goom.add(number(1e6), number(1e6, -1)).sign == 0
+    assert float(goom.norm(Goom(jnp.full(4, 1e5), jnp.ones(4, jnp.int8))).log_abs) == pytest.approx(
+        1e5 + np.log(2), abs=0.01
+    )
+
+
+def test_an_empty_sum_is_0():
+    empty = goom.sum(to_goom(jnp.zeros((0, 3))), 0)
+    np.testing.assert_array_equal(empty.log_abs, -np.inf)
+    np.testing.assert_array_equal(empty.sign, 0)
+
+
+def test_gradients_beyond_floats_are_finite():
+    """Of a ratio of two sums that overflow."""
+
+    def ratio(x):
+        top = goom.add(Goom(x, jnp.int8(1)), number(2e4))
+        return top.log_abs - goom.add(Goom(2 * x, jnp.int8(1)), number(2e4)).log_abs
+
+    slope = jax.grad(ratio)(jnp.float32(1e4))
+    assert float(slope) == pytest.approx(0 - 2 * 0.5, abs=1e-3)
+
+
+def test_operators_and_indices():
+    x, y = to_goom(X), to_goom(Y)
+    np.testing.assert_allclose(from_goom((x + y - y * x)[1:3]), (X + Y - X * Y)[1:3], rtol=1e-5)
+    assert (x.shape, x.ndim, x.dtype) == ((6,), 1, np.float32)

@@ -1542,6 +1542,36 @@ STUDY_FAULTS = {
         "exponent = float(slope)",
         ("tests/studies/power_law_test.py",),
     ),
+    "a gradient of 0 at 0": Fault(
+        "heinsen_jax/goom/numbers.py",
+        "with_tangent(dx / jnp.where(x == 0, 1, x))",
+        "with_tangent(jnp.where(x == 0, 0, dx / jnp.where(x == 0, 1, x)))",
+        ("tests/goom/numbers_test.py",),
+    ),
+    "products that lose terms": Fault(
+        "heinsen_jax/goom/wide.py",
+        "first_safe(jnp.max(smallest_sum(x.dtype) - sums, initial=0)[None])",
+        "jnp.int32(0)",
+        ("tests/goom/wide_test.py",),
+    ),
+    "blocks of products that lose numbers": Fault(
+        "heinsen_jax/goom/runs.py",
+        "return jnp.any((scaled == 0) & (numbers != 0))",
+        "return jnp.any((scaled == 1) & (numbers == 0))",
+        ("tests/goom/chains_test.py",),
+    ),
+    "chains without the products of earlier chunks": Fault(
+        "heinsen_jax/goom/chains.py",
+        "jnp.concatenate([x[None], y[:-1]]), start, at_ends)",
+        "jnp.concatenate([x[None], 0 * y[:-1] + x[None]]), start, at_ends)",
+        ("tests/goom/chains_test.py",),
+    ),
+    "exponents without the chunk before": Fault(
+        "heinsen_jax/goom/lyapunov.py",
+        "bases, _ = lax.scan(move, bases, before)",
+        "bases, _ = lax.scan(move, bases, 0 * before + identity)",
+        ("tests/goom/lyapunov_test.py",),
+    ),
     "a frontier of the worst results": Fault(
         "studies/points.py",
         "if not best or sign * result.mean(self.y) > sign * best[-1].mean(self.y):",

@@ -14,11 +14,11 @@ import pytest
 from flax import nnx
 
 import studies
-from heinsen_jax import attention, config, generate, models, ops
+from heinsen_jax import attention, config, generate, goom, models, ops
 from heinsen_jax.interop import hub, torch, transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = (attention, models, ops, generate, studies, config, torch, hub, transformers)
+PLACES = (attention, goom, models, ops, generate, studies, config, torch, hub, transformers)
 SEVERAL_DEVICES = {"over_context", "sharded_log_attention"}
 """Names used by the examples; tests/multi_device covers the others."""
 
@@ -51,11 +51,12 @@ def examples(name: str) -> list[tuple[str, str]]:
 
 
 def few_or_nightly() -> list:
-    """Return the names of all objects with examples. Those of ops run nightly except the first,
-    since each op has an oracle in tests/ops."""
+    """Return the names of all objects with examples. Ops, except the first, and `goom` run
+    nightly, since each has an oracle in its tests."""
     few = f"{ops.__name__}.log_attention", f"{ops.__name__}.softmax"
     shown = [name for name in OBJECTS if examples(name)]
-    is_long = {n for n in shown if n.startswith(f"{ops.__name__}.") and not n.startswith(few)}
+    places = f"{ops.__name__}.", f"{goom.__name__}."
+    is_long = {n for n in shown if n.startswith(places) and not n.startswith(few)}
     return [pytest.param(n, marks=[pytest.mark.nightly] * (n in is_long)) for n in shown]
 
 

@@ -130,7 +130,7 @@ def _parallel(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | No
 
 
 def _scan(maps: _Affine, reset: Reset) -> tuple[_Affine, _Affine]:
-    """The composition of maps along the first axis, and those of all first ones."""
+    """The composition of maps along the first axis, and all partial compositions."""
 
     def step(earlier: _Affine, later: _Affine) -> tuple[_Affine, _Affine]:
         composed = _compose(earlier, later, reset)

@@ -68,7 +68,7 @@ def test_exponents_have_the_published_values(x64, name, dtype):
     "length", [100, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2, 5, 1009))]
 )
 def test_exponents_are_those_of_a_sequence_of_decompositions(length):
-    """Of random matrices, whose directions shrink by different factors in every step."""
+    """For random matrices, whose directions shrink by different factors in every step."""
     rng = np.random.default_rng(length)
     matrices = rng.standard_normal((length, 5, 5)) * np.array([4, 1, 0.3, 0.05, 1e-3])
     basis, growth = np.eye(5), np.zeros(5)

@@ -103,7 +103,7 @@ def test_an_empty_sum_is_0():
 
 
 def test_gradients_beyond_floats_are_finite():
-    """Of a ratio of two sums that overflow."""
+    """A ratio of two sums that overflow."""
 
     def ratio(x):
         top = goom.add(Goom(x, jnp.int8(1)), number(2e4))

@@ -73,9 +73,9 @@ print("largest element of the gradient:", jnp.abs(gradient).max())
 # ## Lyapunov exponents
 #
 # Two trajectories of the Lorenz system that are close to each other separate by a factor of
-# $e^{0.906}$ in a unit of time. The exponents are those of the product of the Jacobians along a
-# trajectory: 50,000 matrices here, whose product has elements of about $e^{450}$ and directions that
-# shrink to $e^{-7000}$.
+# $e^{0.906}$ in a unit of time. The exponents are rates of growth of the product of the Jacobians
+# along a trajectory: 50,000 matrices here, whose product has elements of about $e^{450}$, and
+# directions that shrink to $e^{-7000}$.
 
 
 # %%

@@ -96,7 +96,8 @@ def load_run(
 def load_model(
     workdir: str | Path, *, best: bool = True, on_host: bool = False
 ) -> tuple[LanguageModel, int]:
-    """`load_run` without the tokenizer. Loading a model folder needs no extra; a run's checkpoint needs the extra `train`.
+    """`load_run` without the tokenizer. Loading a model folder needs no extra; a run's checkpoint
+    needs the extra `train`.
 
     Raises:
       UserError: as `load_run`.

@@ -13,8 +13,8 @@
 #
 # Log-attention stores logarithms, so that its sums never overflow. Generalized orders of magnitude
 # (Heinsen and Kozachkov, 2025, [arXiv:2510.03426](https://arxiv.org/abs/2510.03426)) extend this to
-# numbers of any sign, and to products of matrices. This notebook multiplies a chain of matrices that
-# floats cannot finish, and measures how fast a chaotic system separates.
+# numbers of any sign, and to products of matrices. This notebook multiplies a chain of matrices
+# that floats cannot finish, and measures how fast a chaotic system separates.
 
 # %%
 import jax

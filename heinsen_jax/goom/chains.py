@@ -36,7 +36,8 @@ def chain_products(
     reset: Reset | None = None,
     implementation: Literal["sequential", "parallel"] = "parallel",
 ) -> Goom:
-    """Compute S_t = A_t S_{t-1} for all t, at any magnitude, for matrices A `[T, N, N]`.
+    """Compute S_t = A_t S_{t-1} for all t, for matrices A `[T, N, N]`, at magnitudes of up to
+    exp(7e8), which exponents of 32 bits have.
 
     "parallel" splits the chain into about sqrt(T) chunks of sqrt(T) products. All chunks are
     computed in parallel, each from the identity, and then combined, with three times the products
@@ -59,7 +60,7 @@ def chain_products(
       S `[T, N, M]`, or the last one `[N, M]`.
 
     Raises:
-      ValueError: the shapes do not fit, or no matrix is given.
+      ValueError: the shapes do not fit, no matrix is given, or the implementation is unknown.
 
     Examples:
       >>> matrices = jnp.broadcast_to(jnp.array([[2.0, 1.0], [1.0, 1.0]]), (10_000, 2, 2))
@@ -76,7 +77,9 @@ def chain_products(
     start = Wide.of(initial if isinstance(initial, Goom) else jnp.asarray(initial))
     if len(start.shape) != 2 or start.shape[0] != size:
         raise ValueError(f"initial {start.shape} must be [N, M], with N = {size}")
-    compute = {"sequential": _sequential, "parallel": _parallel}[implementation]
+    if implementation not in ("sequential", "parallel"):
+        raise ValueError(f"implementation={implementation!r} must be 'sequential' or 'parallel'")
+    compute = _sequential if implementation == "sequential" else _parallel
     return compute(matrices, start, return_all, reset).goom()
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from heinsen_jax.goom.numbers import Goom, from_goom, to_goom
+from heinsen_jax.goom.numbers import Goom, from_goom, multiply, to_goom
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.numerics import TERMS, smallest_sum
 from heinsen_jax.ops.numerics import matmul as matrix_product
@@ -174,12 +174,12 @@ def matmul(x: Goom, y: Goom) -> Goom:
     """The matrix product Z = X Y for X `[*B, I, K]` and Y `[*B, K, J]` of any magnitudes: the
     log-matmul-exp of arXiv:2510.03426, scaled by row and column.
 
-        Z_ij = 2^(c_i + d_j) sum_k (X_ik 2^-c_i) (Y_kj 2^-d_j)
+        Z_ij = exp(c_i + d_j) sum_k (X_ik exp(-c_i)) (Y_kj exp(-d_j))
 
-    c_i is the largest exponent in a row of X, d_j in a column of Y; the scaled matrices are
+    c_i is the largest logarithm in a row of X, d_j in a column of Y; the scaled matrices are
     multiplied as floats. If this could lose a sum, because the largest elements of a row and a
     column do not meet, all sums are computed term by term. Errors are relative to the sum of the
-    magnitudes of the terms.
+    magnitudes of the terms. Numbers in a row of X, or a column of Y, may differ by exp(3e8).
 
     Args:
       x: X; batch axes are broadcast.
@@ -198,4 +198,21 @@ def matmul(x: Goom, y: Goom) -> Goom:
     """
     if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-2]:
         raise ValueError(f"x {x.shape} and y {y.shape} must be [..., I, K] and [..., K, J]")
-    return product(Wide.of(x), Wide.of(y)).goom()
+    batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    x, y = (
+        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, batch + leaf.shape[-2:]), z)
+        for z in (x, y)
+    )
+    rows, columns = _largest_log(x, -1), _largest_log(y, -2)
+    scaled = (multiply(x, _exp(-rows)), multiply(y, _exp(-columns)))
+    return multiply(product(*map(Wide.of, scaled)).goom(), _exp(rows + columns))
+
+
+def _largest_log(x: Goom, axis: int) -> Array:
+    """The largest logarithm along an axis, or 0 if all numbers are 0."""
+    largest = jnp.max(lax.stop_gradient(x.log_abs), axis, keepdims=True, initial=-jnp.inf)
+    return jnp.where(largest == -jnp.inf, 0, largest)
+
+
+def _exp(x: Array) -> Goom:
+    return Goom(x, jnp.ones(x.shape, jnp.int8))

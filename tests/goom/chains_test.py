@@ -158,6 +158,8 @@ def test_other_shapes_are_refused():
     for matrices in (jnp.ones((3, 3)), jnp.ones((2, 3, 4)), jnp.ones((0, 3, 3))):
         with pytest.raises(ValueError, match=r"must be \[T, N, N\]"):
             chain_products(matrices)
+    with pytest.raises(ValueError, match="implementation='scan' must be 'sequential'"):
+        chain_products(jnp.ones((2, 3, 3)), implementation="scan")
     with pytest.raises(ValueError, match=r"must be \[N, M\], with N = 3"):
         chain_products(jnp.ones((2, 3, 3)), initial=jnp.ones((2, 3)))
 

@@ -127,6 +127,16 @@ def test_gradients_do_not_depend_on_the_tier():
     np.testing.assert_allclose(given[1], wanted[1], rtol=3e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("log", [1e9, -1e9, 1e37])
+def test_rows_and_columns_have_any_magnitude(log):
+    rng = np.random.default_rng(0)
+    x, y = (to_goom(jnp.asarray(rng.standard_normal((3, 3)), jnp.float32)) for _ in range(2))
+    shift = jnp.array([[0], [1], [-1]], jnp.float32) * log
+    far = matmul(Goom(x.log_abs + shift, x.sign), y)
+    np.testing.assert_array_equal(far.sign[0], matmul(x, y).sign[0])
+    np.testing.assert_allclose(far.log_abs[1:], jnp.broadcast_to(shift[1:], (2, 3)), rtol=1e-6)
+
+
 def test_batches_are_broadcast_and_other_shapes_refused():
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 1, 3, 4)), rng.standard_normal((5, 4, 2))

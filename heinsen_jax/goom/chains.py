@@ -46,8 +46,9 @@ def chain_products(
     With `reset`, the states are not the products: a state whose columns are nearly collinear is
     replaced by the orthonormal basis Q of its QR decomposition, which spans the same subspaces, so
     that differences of growth are not lost to rounding (selective resetting, arXiv:2510.03426). In
-    parallel, products of consecutive matrices are reset by the same rule: a state is then a later
-    product of matrices times such a basis.
+    parallel, products of consecutive matrices are reset by the same rule. A state is then a later
+    product of matrices times such a basis: it depends neither on S_0 nor on earlier matrices, and
+    its subspaces approach the sequential ones over the next products.
 
     Args:
       matrices: A, as numbers or as floats.
@@ -77,6 +78,8 @@ def chain_products(
     start = Wide.of(initial if isinstance(initial, Goom) else jnp.asarray(initial))
     if len(start.shape) != 2 or start.shape[0] != size:
         raise ValueError(f"initial {start.shape} must be [N, M], with N = {size}")
+    if reset is not None and start.shape[1] > size:
+        raise ValueError(f"initial {start.shape} must have at most N = {size} columns with reset")
     if implementation not in ("sequential", "parallel"):
         raise ValueError(f"implementation={implementation!r} must be 'sequential' or 'parallel'")
     compute = _sequential if implementation == "sequential" else _parallel

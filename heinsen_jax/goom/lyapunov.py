@@ -1,12 +1,13 @@
 """Lyapunov exponents of dynamical systems, from the Jacobians along a trajectory, in parallel."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.goom.chains import chain_products
 from heinsen_jax.goom.numbers import norm, to_goom
 from heinsen_jax.goom.runs import run, with_identities
-from heinsen_jax.goom.wide import Wide, matmul
+from heinsen_jax.goom.wide import Wide
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float
 
@@ -18,10 +19,10 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
 
     The trajectory is split into about sqrt(T) chunks. The products of their Jacobians, at any
     magnitude, give the basis Q before each chunk, but not the directions that have shrunk by more
-    than the precision; over one chunk of QR decompositions, those converge. A second one, the
-    chunk's own, gives R. All chunks are computed in parallel, in 4 sqrt(T) steps. (In a scan with
-    selective resets, as in arXiv:2510.03426, bases after a reset depend on a few Jacobians only,
-    which changes the exponents below the largest.)
+    than the precision; those converge over the chunk before, at the rate by which their exponents
+    differ. QR decompositions over the chunk itself then give R. All chunks are computed in
+    parallel, in 4 sqrt(T) steps. (In a scan with selective resets, as in arXiv:2510.03426, bases
+    after a reset depend on a few Jacobians only, which changes the exponents below the largest.)
 
     Args:
       jacobians: J_t, the derivative of x_t by x_{t-1}, along a trajectory.
@@ -63,13 +64,13 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
     )
     bases, _ = lax.scan(move, bases, before)
     _, growth = lax.scan(decompose, bases, chunks)
-    return jnp.sum(jnp.log(growth), (0, 1)) / (length * dt)
+    return jnp.sort(jnp.sum(jnp.log(growth), (0, 1)), descending=True) / (length * dt)
 
 
 def largest_lyapunov_exponent(
     jacobians: Float[Array, "T N N"], *, dt: float = 1.0
 ) -> Float[Array, ""]:
-    """The largest Lyapunov exponent, from the growth of a vector u of ones:
+    """The largest Lyapunov exponent, from the growth of a random vector u:
 
         lambda = 1 / (T dt) log (|J_T ... J_1 u| / |u|)
 
@@ -86,9 +87,9 @@ def largest_lyapunov_exponent(
       0.962
     """
     jacobians = _checked(jacobians)
-    product = chain_products(jacobians, return_all=False)
-    ones = to_goom(jnp.ones((jacobians.shape[-1], 1), jacobians.dtype))
-    grown, before = (norm(x, -2).log_abs[0] for x in (matmul(product, ones), ones))
+    vector = jax.random.normal(jax.random.key(0), (jacobians.shape[-1], 1), jacobians.dtype)
+    last = chain_products(jacobians, initial=vector, return_all=False)
+    grown, before = (norm(x, -2).log_abs[0] for x in (last, to_goom(vector)))
     return (grown - before) / (len(jacobians) * dt)
 
 

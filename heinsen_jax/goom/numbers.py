@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ class Goom:
     (arXiv:2510.03426), with a sign in place of an imaginary part of 0 or pi.
 
     Gradients are of the number: the tangent of `log_abs` is dx / x, or dx where x = 0. Functions of
-    this package follow this convention, so that gradients of real functions are right at 0 and for
-    both signs; other functions of `log_abs` have a gradient of 0 where x = 0.
+    this package follow this convention, so that first derivatives of real functions are right at 0
+    and for both signs, where they are in the range of the dtype; other functions of `log_abs` have
+    a gradient of 0 where x = 0. Infinite numbers give NaN in sums and products.
 
     Attributes:
       log_abs: log |x|, -inf for 0.
@@ -41,6 +43,12 @@ class Goom:
     def dtype(self) -> np.dtype:
         """Dtype of the logarithms."""
         return self.log_abs.dtype
+
+    def __len__(self) -> int:
+        return len(self.log_abs)
+
+    def __iter__(self) -> Iterator[Goom]:
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: object) -> Goom:
         return jax.tree.map(lambda x: x[index], self)
@@ -76,7 +84,9 @@ def ratio(x: Goom, y: Goom) -> Array:
 
 
 def clipped_exp(x: Array) -> Array:
-    return jnp.exp(jnp.minimum(x, np.log(jnp.finfo(x.dtype).max).astype(x.dtype)))
+    """exp(x), but finite."""
+    largest = np.log(jnp.finfo(x.dtype).max).astype(x.dtype)
+    return jnp.exp(jnp.minimum(x, np.nextafter(largest, np.zeros_like(largest))))
 
 
 @jax.custom_jvp

@@ -21,6 +21,8 @@ from heinsen_jax.typing import Array, pytree_dataclass
 
 NONE = -(1 << 30)
 """Exponent of 0, below all others."""
+LARGEST_LOG = 1e8
+"""Logarithms beyond this are scaled before they become exponents."""
 
 
 @pytree_dataclass
@@ -47,7 +49,8 @@ class Wide:
             return x
         if not isinstance(x, Goom):
             return normal(x, 0)
-        octaves = jnp.where(x.sign == 0, 0, jnp.ceil(x.log_abs / math.log(2)))
+        is_zero = (x.sign == 0) | (x.log_abs == -jnp.inf)
+        octaves = jnp.where(is_zero, 0, jnp.ceil(x.log_abs / math.log(2)))
         octaves = lax.stop_gradient(octaves)
         high, low = _parts_of_log_2(x.dtype)  # octaves * high is exact
         rest = (x.log_abs - octaves * high) - octaves * low
@@ -176,10 +179,11 @@ def matmul(x: Goom, y: Goom) -> Goom:
 
         Z_ij = exp(c_i + d_j) sum_k (X_ik exp(-c_i)) (Y_kj exp(-d_j))
 
-    c_i is the largest logarithm in a row of X, d_j in a column of Y; the scaled matrices are
-    multiplied as floats. If this could lose a sum, because the largest elements of a row and a
-    column do not meet, all sums are computed term by term. Errors are relative to the sum of the
-    magnitudes of the terms. Numbers in a row of X, or a column of Y, may differ by exp(3e8).
+    c_i is the logarithm of the largest number in a row of X, d_j in a column of Y; the scaled
+    matrices are multiplied as floats. If this could lose a sum, because the largest numbers of a
+    row and a column are at different k, all sums are computed term by term. Errors are relative to
+    the sum of the magnitudes of the terms. Numbers in a row of X, or a column of Y, may differ by
+    exp(3e8).
 
     Args:
       x: X; batch axes are broadcast.
@@ -209,9 +213,10 @@ def matmul(x: Goom, y: Goom) -> Goom:
 
 
 def _largest_log(x: Goom, axis: int) -> Array:
-    """The largest logarithm along an axis, or 0 if all numbers are 0."""
+    """The largest logarithm along an axis if exponents of 32 bits may not have it, otherwise 0."""
     largest = jnp.max(lax.stop_gradient(x.log_abs), axis, keepdims=True, initial=-jnp.inf)
-    return jnp.where(largest == -jnp.inf, 0, largest)
+    is_far = (jnp.abs(largest) > LARGEST_LOG) & (largest != -jnp.inf)
+    return jnp.where(is_far, largest, 0)
 
 
 def _exp(x: Array) -> Goom:

@@ -79,6 +79,13 @@ def test_exponents_are_those_of_a_sequence_of_decompositions(length):
     np.testing.assert_allclose(given, growth / length, atol=2e-3)
 
 
+def test_exponents_are_sorted_and_the_largest_is_of_a_random_vector():
+    ordered = lyapunov_exponents(jnp.broadcast_to(jnp.diag(jnp.array([1.0, 2.0])), (50, 2, 2)))
+    np.testing.assert_allclose(ordered, [math.log(2), 0], atol=1e-5)
+    coupled = jnp.broadcast_to(jnp.array([[1.5, -0.5], [-0.5, 1.5]]), (200, 2, 2))
+    assert float(largest_lyapunov_exponent(coupled)) == pytest.approx(math.log(2), abs=0.02)
+
+
 def test_other_shapes_are_refused():
     for function in (lyapunov_exponents, largest_lyapunov_exponent):
         with pytest.raises(ValueError, match=r"jacobians \(3, 3\) must be"):

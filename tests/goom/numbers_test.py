@@ -113,7 +113,25 @@ def test_gradients_beyond_floats_are_finite():
     assert float(slope) == pytest.approx(0 - 2 * 0.5, abs=1e-3)
 
 
+def test_gradients_at_0_pass_numbers_beyond_floats():
+    def through(x):
+        return from_goom(to_goom(x) * number(1e3) * number(-1e3))
+
+    assert np.isfinite(jax.grad(through)(0.0))
+    y = jnp.array([100.0, -100.0])
+    gradient = jax.grad(lambda x: from_goom(goom.dot(to_goom(x), Goom(y, jnp.ones(2, jnp.int8)))))
+    assert np.all(np.isfinite(gradient(jnp.array([0.0, 1.0]))))
+
+    def of_product(x):
+        left = Goom(jnp.stack([to_goom(x).log_abs, 200.0]), jnp.stack([to_goom(x).sign, 1]))
+        right = Goom(jnp.array([[200.0], [0.0]]), jnp.ones((2, 1), jnp.int8))
+        return goom.matmul(left[None], right).log_abs[0, 0]
+
+    assert float(jax.grad(of_product)(0.0)) == pytest.approx(1, rel=1e-4)
+
+
 def test_operators_and_indices():
+    assert [float(x.log_abs) for x in to_goom(jnp.ones(3))] == [0, 0, 0]
     x, y = to_goom(X), to_goom(Y)
     np.testing.assert_allclose(from_goom((x + y - y * x)[1:3]), (X + Y - X * Y)[1:3], rtol=1e-5)
     assert (x.shape, x.ndim, x.dtype) == ((6,), 1, np.float32)

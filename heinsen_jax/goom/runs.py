@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -42,9 +43,9 @@ def run(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]:
         limits = jnp.finfo(state.mantissa.dtype)
         margin = limits.minexp + 2 * limits.nmant
         tier = first_safe((margin - lax.stop_gradient(least)).astype(limits.dtype)[None])
-        return lax.switch(
-            tier, (lambda: columns, lambda: _exact(Wide.of(matrices), state, keep=keep))
-        )
+        # A backward pass would otherwise store the residuals of all terms, in both tiers.
+        exact = jax.checkpoint(partial(_exact, keep=keep))
+        return lax.switch(tier, (lambda: columns, lambda: exact(Wide.of(matrices), state)))
 
     last, states = lax.scan(step, start, blocks)
     if keep:

@@ -125,7 +125,8 @@ def product(x: Wide, y: Wide) -> Wide:
 
 def _span(x: Wide, largest: Array) -> Array:
     """The least exponent of numbers that are not 0, relative to the largest."""
-    return jnp.min(jnp.where(x.mantissa == 0, 0, x.exponent - largest), initial=0)
+    below = jnp.maximum(x.exponent - largest, NONE // 2)  # two of them fit into 32 bits
+    return jnp.min(jnp.where(x.mantissa == 0, 0, below), initial=0)
 
 
 def _tier(x: Array, y: Array, span: Array) -> Array:

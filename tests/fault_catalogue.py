@@ -1555,7 +1555,7 @@ STUDY_FAULTS = {
         ("tests/goom/wide_test.py",),
     ),
     "blocks of products that lose numbers": Fault(
-        "heinsen_jax/goom/runs.py",
+        "heinsen_jax/goom/blocks.py",
         "return jnp.any((scaled == 0) & (numbers != 0))",
         "return jnp.any((scaled == 1) & (numbers == 0))",
         ("tests/goom/chains_test.py",),

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.goom.blocks import products, with_identities
 from heinsen_jax.goom.numbers import Goom
-from heinsen_jax.goom.runs import run, with_identities
-from heinsen_jax.goom.wide import Wide, add, product
+from heinsen_jax.goom.wide import Wide, product
 from heinsen_jax.ops.numerics import matmul as matrix_product
-from heinsen_jax.typing import Array, Float, pytree_dataclass
+from heinsen_jax.typing import Array, Float
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ def chain_products(
     With `reset`, the states are not the products: a state whose columns are nearly collinear is
     replaced by the orthonormal basis Q of its QR decomposition, which spans the same subspaces, so
     that differences of growth are not lost to rounding (selective resetting, arXiv:2510.03426). In
-    parallel, products of consecutive matrices are reset by the same rule. A state is then a later
-    product of matrices times such a basis: it depends neither on S_0 nor on earlier matrices, and
-    its subspaces approach the sequential ones over the next products.
+    parallel, states before the chunks are reset first, and then, in all chunks, the states after
+    each matrix; a chunk's product may have lost directions that those of a sequence have.
 
     Args:
       matrices: A, as numbers or as floats.
@@ -88,24 +87,10 @@ def chain_products(
 
 def _sequential(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | None) -> Wide:
     if reset is None:
-        last, states = run(matrices, start, keep=keep)
-        return states if keep else last
-
-    def step(state: Wide, matrix: Wide) -> tuple[Wide, Wide | None]:
-        state = _reset(product(matrix, state), reset)
-        return state, state if keep else None
-
-    states: Any
-    last, states = lax.scan(step, start, Wide.of(matrices))
+        last, states = products(matrices, start, keep=keep)
+    else:
+        last, states = _with_resets(Wide.of(matrices), start, reset, keep=keep)
     return states if keep else last
-
-
-@pytree_dataclass
-class _Affine:
-    """S -> A S + B: the product A of consecutive matrices, and B, what follows a reset in it."""
-
-    product: Wide
-    offset: Wide
 
 
 def _parallel(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | None) -> Wide:
@@ -115,73 +100,48 @@ def _parallel(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | No
     padded = with_identities(matrices, count * chunk - length)
     # [matrices of a chunk, chunks, N, N]; the first chunk begins with the padding
     chunks = jax.tree.map(lambda x: x.reshape(count, chunk, size, size).swapaxes(0, 1), padded)
-    prefixes: Any
-    at_ends: Any
+    ones = Wide.of(jnp.broadcast_to(jnp.eye(size, dtype=matrices.dtype), (count, size, size)))
+    ends, prefixes = products(chunks, ones, keep=keep and reset is None)
     if reset is None:
-        ones = jnp.broadcast_to(jnp.eye(size, dtype=matrices.dtype), (count, size, size))
-        ends, prefixes = run(chunks, Wide.of(ones), keep=keep)
-        last, at_ends = run(ends, start, keep=keep)
+        last, at_ends = products(ends, start, keep=keep)
         if not keep:
             return last
     else:
-        nothing = Wide.of(jnp.zeros((chunk, count, *start.shape), matrices.dtype))
-        ends, prefixes = _scan(_Affine(Wide.of(chunks), nothing), reset)
-        at_ends = _apply(_scan(ends, reset)[1], start, reset)
-        if not keep:
-            return at_ends[-1]
+        _, at_ends = _with_resets(ends, start, reset, keep=True)
     before = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y[:-1]]), start, at_ends)
-    states = product(prefixes, before) if reset is None else _apply(prefixes, before, reset)
+    if reset is None:
+        states = product(prefixes, before)
+    else:
+        last, states = _with_resets(Wide.of(chunks), before, reset, keep=keep)
+        if not keep:
+            return last[-1]
     joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *start.shape), states)
     return joined[count * chunk - length :]
 
 
-def _scan(maps: _Affine, reset: Reset) -> tuple[_Affine, _Affine]:
-    """The composition of maps along the first axis, and all partial compositions."""
+def _with_resets(steps: Wide, start: Wide, reset: Reset, *, keep: bool) -> tuple[Wide, Any]:
+    """The last of the states `[*B, N, M]`, and all of them, if they are kept."""
 
-    def step(earlier: _Affine, later: _Affine) -> tuple[_Affine, _Affine]:
-        composed = _compose(earlier, later, reset)
-        return composed, composed
+    def step(state: Wide, matrix: Wide) -> tuple[Wide, Wide | None]:
+        state = _reset(product(matrix, state), reset)
+        return state, state if keep else None
 
-    first, others = jax.tree.map(lambda x: x[0], maps), jax.tree.map(lambda x: x[1:], maps)
-    last, kept = lax.scan(step, first, others)
-    return last, jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, kept)
-
-
-def _compose(earlier: _Affine, later: _Affine, reset: Reset) -> _Affine:
-    matrix, offset = earlier.product, earlier.offset
-    is_reset = _is_collinear(matrix, reset) & jnp.all(offset.mantissa == 0, (-2, -1))
-    offset = _where(is_reset, _basis(matrix)[..., : offset.shape[-1]], offset)
-    matrix = _where(is_reset, jax.tree.map(jnp.zeros_like, matrix), matrix)
-    moved = add(product(later.product, offset), later.offset)
-    return _Affine(product(later.product, matrix), moved)
-
-
-def _apply(maps: _Affine, state: Wide, reset: Reset) -> Wide:
-    return _reset(add(product(maps.product, state), maps.offset), reset)
+    return lax.scan(step, start, steps)
 
 
 def _reset(state: Wide, reset: Reset) -> Wide:
-    return _where(_is_collinear(state, reset), _basis(state), state)
-
-
-def _where(condition: Array, x: Wide, y: Wide) -> Wide:
-    return jax.tree.map(partial(jnp.where, condition[..., None, None]), x, y)
-
-
-def _is_collinear(state: Wide, reset: Reset) -> Array:
     columns = _unit_columns(state)
     cosines = jnp.abs(matrix_product(jnp.swapaxes(columns, -1, -2), columns))
     itself = jnp.broadcast_to(jnp.eye(cosines.shape[-1], dtype=bool), cosines.shape)
-    return jnp.max(jnp.where(itself, 0, cosines), (-2, -1)) > reset.cosine
+    is_collinear = jnp.max(jnp.where(itself, 0, cosines), (-2, -1), keepdims=True) > reset.cosine
+    # other states may be singular, where the decomposition has no gradient
+    regular = jnp.broadcast_to(jnp.eye(*columns.shape[-2:], dtype=columns.dtype), columns.shape)
+    basis = Wide.of(jnp.linalg.qr(jnp.where(is_collinear, columns, regular))[0])
+    return jax.tree.map(partial(jnp.where, is_collinear), basis, state)
 
 
 def _unit_columns(state: Wide) -> Array:
     """Columns of norm 1, as floats; a column of zeros stays."""
     columns = state.scaled(state.largest(-2))
-    lengths = jnp.sqrt(jnp.sum(columns**2, -2, keepdims=True))
-    return columns / jnp.where(lengths == 0, 1, lengths)
-
-
-def _basis(state: Wide) -> Wide:
-    """The orthonormal basis of a QR decomposition."""
-    return Wide.of(jnp.linalg.qr(_unit_columns(state))[0])
+    squares = jnp.sum(columns**2, -2, keepdims=True)
+    return columns / jnp.sqrt(jnp.where(squares == 0, 1, squares))

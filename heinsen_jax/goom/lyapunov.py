@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.goom.blocks import products, with_identities
 from heinsen_jax.goom.chains import chain_products
 from heinsen_jax.goom.numbers import norm, to_goom
-from heinsen_jax.goom.runs import run, with_identities
 from heinsen_jax.goom.wide import Wide
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float
@@ -46,7 +46,8 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
     padded = with_identities(jacobians, count * chunk - length)
     chunks = padded.reshape(count, chunk, size, size).swapaxes(0, 1)
     identity = jnp.eye(size, dtype=jacobians.dtype)
-    products, _ = run(chunks, Wide.of(jnp.broadcast_to(identity, (count, size, size))), keep=False)
+    ones = Wide.of(jnp.broadcast_to(identity, (count, size, size)))
+    of_chunks, _ = products(chunks, ones, keep=False)
 
     def decompose(basis: Array, matrix: Array) -> tuple[Array, Array]:
         basis, triangle = jnp.linalg.qr(matrix_product(matrix, basis))
@@ -56,7 +57,7 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
         basis, _ = decompose(basis, matrix)
         return basis, basis
 
-    _, ends = lax.scan(move, identity, products.scaled(products.largest((-2, -1))))
+    _, ends = lax.scan(move, identity, of_chunks.scaled(of_chunks.largest((-2, -1))))
     start = jnp.broadcast_to(identity, (min(2, count), size, size))
     bases = jnp.concatenate([start, ends[:-2]])  # two chunks before the end of each
     before = jnp.concatenate(

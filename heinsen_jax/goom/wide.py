@@ -101,12 +101,6 @@ def normal(x: Array, exponent: Array | int) -> Wide:
     return Wide(mantissa, jnp.broadcast_to(shift + exponent, x.shape))
 
 
-def add(x: Wide, y: Wide) -> Wide:
-    largest = jnp.maximum(*(jnp.where(z.mantissa == 0, NONE, z.exponent) for z in (x, y)))
-    largest = jnp.where(largest == NONE, 0, largest)
-    return normal(x.scaled(largest) + y.scaled(largest), largest)
-
-
 def product(x: Wide, y: Wide) -> Wide:
     """The matrix product of x `[*B, I, K]` and y `[*B, K, J]`, whose batch axes are broadcast.
 
@@ -203,14 +197,10 @@ def matmul(x: Goom, y: Goom) -> Goom:
     """
     if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-2]:
         raise ValueError(f"x {x.shape} and y {y.shape} must be [..., I, K] and [..., K, J]")
-    batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    x, y = (
-        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, batch + leaf.shape[-2:]), z)
-        for z in (x, y)
-    )
     rows, columns = _largest_log(x, -1), _largest_log(y, -2)
-    scaled = (multiply(x, _exp(-rows)), multiply(y, _exp(-columns)))
-    return multiply(product(*map(Wide.of, scaled)).goom(), _exp(rows + columns))
+    scaled = multiply(x, _exp(-rows)), multiply(y, _exp(-columns))
+    z = product(*map(Wide.of, scaled)).goom()
+    return multiply(multiply(z, _exp(rows)), _exp(columns))
 
 
 def _largest_log(x: Goom, axis: int) -> Array:

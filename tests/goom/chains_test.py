@@ -133,16 +133,18 @@ def test_resets_keep_columns_apart(implementation):
     columns = columns / np.linalg.norm(columns, axis=-2, keepdims=True)
     cosines = np.abs(np.swapaxes(columns, -1, -2) @ columns) - np.eye(4)[None]
     assert cosines.max() <= 0.9901
+    last = chain_products(matrices, reset=reset, implementation=implementation, return_all=False)
+    np.testing.assert_allclose(last.log_abs, states.log_abs[-1], atol=1e-4)
     free = chain_products(matrices, implementation=implementation)
     assert float(jnp.max(free.log_abs)) > 100 > float(jnp.max(states.log_abs))
 
 
-@pytest.mark.nightly
-def test_resets_keep_the_subspaces():
-    """In sequence: the first columns have the direction of the product's, before and after."""
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_resets_keep_the_subspaces(implementation):
+    """The first columns have the direction of the product's, before and after."""
     rng = np.random.default_rng(0)
     matrices = rng.standard_normal((60, 3, 3)).astype(np.float32)
-    states = chain_products(matrices, reset=Reset(), implementation="sequential")
+    states = chain_products(matrices, reset=Reset(), implementation=implementation)
     free = chain_products(matrices, implementation="sequential")
 
     def directions(states: Goom) -> np.ndarray:
@@ -152,6 +154,18 @@ def test_resets_keep_the_subspaces():
 
     cosines = np.abs(np.sum(directions(states) * directions(free), -1))
     np.testing.assert_allclose(cosines, 1, atol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_with_resets_are_finite_where_states_are_singular(implementation):
+    singular = jnp.broadcast_to(jnp.array([[1.0, 0.0], [0.0, 0.0]]), (3, 2, 2))
+
+    def corner(matrices):
+        states = chain_products(matrices, reset=Reset(), implementation=implementation)
+        return from_goom(states)[-1, 0, 0]
+
+    np.testing.assert_allclose(jax.grad(corner)(singular)[:, 0, 0], 1, rtol=1e-5)
 
 
 def test_other_shapes_are_refused():

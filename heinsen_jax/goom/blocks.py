@@ -1,4 +1,4 @@
-"""Products of many matrices with one state, in blocks."""
+"""Chains of products, in blocks in which each column of the state has one exponent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Matrices = Goom | Wide | Array
 M = TypeVar("M", bound=Matrices)
 
 
-def run(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]:
+def products(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]:
     """The last of the states S_t = A_t S_{t-1}, and all of them, if they are kept.
 
     In a block of products, each column of the state has one exponent, so that a product is one of

@@ -47,7 +47,7 @@ def chain_products(
     replaced by the orthonormal basis Q of its QR decomposition, which spans the same subspaces, so
     that differences of growth are not lost to rounding (selective resetting, arXiv:2510.03426). In
     parallel, states before the chunks are reset first, and then, in all chunks, the states after
-    each matrix; a chunk's product may have lost directions that those of a sequence have.
+    each matrix. The product of a chunk may have lost directions that a sequence of states keeps.
 
     Args:
       matrices: A, as numbers or as floats.

@@ -137,7 +137,7 @@ def test_rows_and_columns_have_any_magnitude(log):
     np.testing.assert_allclose(far.log_abs[1:], jnp.broadcast_to(shift[1:], (2, 3)), rtol=1e-6)
 
 
-def test_numbers_in_a_row_may_differ_by_large_exponents():
+def test_numbers_of_one_row_may_differ_by_large_exponents():
     x = Goom(jnp.array([[1e8, -1e8]]), jnp.ones((1, 2), jnp.int8))
     y = Goom(jnp.array([[-1e8], [0.9e8]]), jnp.ones((2, 1), jnp.int8))
     assert float(matmul(x, y).log_abs[0, 0]) == pytest.approx(0, abs=20)

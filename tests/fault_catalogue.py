@@ -624,6 +624,18 @@ ATTENTION_FAULTS = {
         '{"state": None,',
         ("tests/attention/matrix_state_test.py",),
     ),
+    "FLOPs of a dense recurrence counted twice": Fault(
+        "heinsen_jax/attention/goom_ssm.py",
+        "return 2.0 * num_heads",
+        "return 4.0 * num_heads",
+        ("tests/attention/flops_test.py",),
+    ),
+    "a segment that begins with the state before it": Fault(
+        "heinsen_jax/goom/recurrence.py",
+        "continues &= ~starts",
+        "continues |= starts",
+        ("tests/goom/recurrence_test.py",),
+    ),
     "queries of the source": Fault(
         "heinsen_jax/attention/heads.py",
         "query = self._part(x, apart,",

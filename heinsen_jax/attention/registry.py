@@ -19,6 +19,7 @@ from heinsen_jax.attention.gated_deltanet import GatedDeltaNetAttention
 from heinsen_jax.attention.gated_deltanet2 import GatedDeltaNet2Attention
 from heinsen_jax.attention.gated_deltaproduct import GatedDeltaProductAttention
 from heinsen_jax.attention.gla import GatedLinearAttention
+from heinsen_jax.attention.goom_ssm import GoomSSM
 from heinsen_jax.attention.gqa import GroupedQueryAttention
 from heinsen_jax.attention.hgrn2 import HGRN2Attention
 from heinsen_jax.attention.kda import KimiDeltaAttention
@@ -84,6 +85,7 @@ _MECHANISMS: dict[str, type[Attention]] = {
     "gated_deltaproduct": GatedDeltaProductAttention,
     "gated_deltanet2": GatedDeltaNet2Attention,
     "rwkv7": RWKV7Attention,
+    "goom_ssm": GoomSSM,
 }
 
 

@@ -42,6 +42,9 @@ class Wide:
     def __getitem__(self, index: object) -> Wide:
         return jax.tree.map(lambda x: x[index], self)
 
+    def astype(self, dtype: np.dtype) -> Wide:
+        return Wide(self.mantissa.astype(dtype), self.exponent)
+
     @staticmethod
     def of(x: Wide | Goom | Array) -> Wide:
         """Exact for floats."""
@@ -69,6 +72,10 @@ class Wide:
     def scaled(self, exponent: Array) -> Array:
         """Floats, relative to 2^exponent."""
         return self.mantissa * power_of_2(self.exponent - exponent, self.mantissa.dtype)
+
+    def sum(self, axis: int) -> Wide:
+        largest = self.largest(axis)
+        return normal(jnp.sum(self.scaled(largest), axis), jnp.squeeze(largest, axis))
 
     def largest(self, axis: int | tuple[int, ...]) -> Array:
         """The largest exponent of numbers that are not 0, or 0 if all are."""
@@ -107,11 +114,8 @@ def product(x: Wide, y: Wide) -> Wide:
     Rows of x and columns of y are scaled by their largest elements and multiplied as floats, unless
     a sum could then be lost: if so, all sums are computed term by term.
     """
-    batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    x, y = (
-        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, batch + leaf.shape[-2:]), z)
-        for z in (x, y)
-    )
+    rank = max(len(x.shape), len(y.shape))
+    x, y = jax.tree.map(lambda leaf: leaf.reshape((1,) * (rank - leaf.ndim) + leaf.shape), (x, y))
     rows, columns = x.largest(-1), y.largest(-2)
     tier = _tier(x.scaled(rows), y.scaled(columns), _span(x, rows) + _span(y, columns))
     return lax.switch(tier, (_scaled_product, _by_terms), x, y)
@@ -138,7 +142,8 @@ def _tier(x: Array, y: Array, span: Array) -> Array:
         sums = matrix_product(jnp.abs(x), jnp.abs(y))
         return first_safe(jnp.max(smallest_sum(x.dtype) - sums, initial=0)[None])
 
-    return lax.cond(first_safe(excess[None]) == 0, lambda: jnp.int32(0), by_product)
+    by_span = first_safe(excess[None])
+    return lax.cond(by_span == 0, lambda: by_span, by_product)
 
 
 def _scaled_product(x: Wide, y: Wide) -> Wide:
@@ -149,14 +154,16 @@ def _scaled_product(x: Wide, y: Wide) -> Wide:
 def _by_terms(x: Wide, y: Wide) -> Wide:
     """The product, for a few rows of x at a time, so that at most `TERMS` terms are in memory."""
     size = x.shape[-2]
-    limit = max(1, TERMS // max(1, math.prod(y.shape)))
+    batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    terms = math.prod((*batch, *y.shape[-2:]))  # of one row of x
+    limit = max(1, TERMS // max(1, terms))
     several = max(number for number in range(1, size + 1) if size % number == 0 and number <= limit)
 
+    @jax.checkpoint  # a backward pass would otherwise store all terms
     def rows_product(rows: Wide) -> Wide:  # [*B, rows, K] to [*B, rows, J]
         mantissa = rows.mantissa[..., None] * y.mantissa[..., None, :, :]
         terms = Wide(mantissa, rows.exponent[..., None] + y.exponent[..., None, :, :])
-        largest = terms.largest(-2)
-        return normal(jnp.sum(terms.scaled(largest), -2), jnp.squeeze(largest, -2))
+        return terms.sum(-2)
 
     def split(leaf: Array) -> Array:
         return jnp.moveaxis(leaf.reshape(*leaf.shape[:-2], -1, several, leaf.shape[-1]), -3, 0)
@@ -166,6 +173,11 @@ def _by_terms(x: Wide, y: Wide) -> Wide:
         return leaf.reshape(*leaf.shape[:-3], size, leaf.shape[-1])
 
     return jax.tree.map(join, lax.map(rows_product, jax.tree.map(split, x)))
+
+
+def total(x: Wide, y: Wide) -> Wide:
+    """The sum of two arrays of numbers."""
+    return jax.tree.map(lambda *leaves: jnp.stack(jnp.broadcast_arrays(*leaves)), x, y).sum(0)
 
 
 def matmul(x: Goom, y: Goom) -> Goom:

@@ -27,6 +27,7 @@ FLOPS = {
     "kda": 6144.0,
     "mlstm": 2048.0,
     "log_window": 23568.0,
+    "goom_ssm": 2048.0,
     "short_convolution": 0.0,
     "gated_deltaproduct": 11520.0,
     "gated_deltanet2": 6144.0,

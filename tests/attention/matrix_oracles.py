@@ -179,6 +179,24 @@ def short_convolution(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     return (gates["output_gate"] * mixed) @ p["output.kernel"] + p.get("output.bias", 0)
 
 
+def goom_ssm(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """y = glu(exp(2) s / max|s| C + x D) W, with the maxima of other states if given."""
+    assert is_causal
+    states = dense_states(p, x)
+    largest = np.abs(p.get("other_states", states)).max(2, keepdims=True)
+    read = (math.exp(2) * states / largest).reshape(len(x), -1)
+    a, b = np.split(read @ p["readout.kernel"] + x @ p["skip.kernel"], 2, axis=1)
+    return a * sigmoid(b) @ p["output.kernel"]
+
+
+def dense_states(p: Any, x: Array) -> Array:
+    """s <- s A + x B for the vectors of all heads, `[T, N, K]`."""
+    states = [p["initial"]]
+    for token in x @ p["input.kernel"]:
+        states.append(states[-1] @ p["transition"] + token.reshape(states[0].shape))
+    return np.array(states[1:])
+
+
 def delta(layer: Any, p: Any, x: Array, decay: Array) -> list[Array]:
     """The delta rule for q and k of norm 1 and beta = sigmoid(x Wb), or twice that."""
     beta = sigmoid(x @ p["beta.kernel"]) * (2 if layer.config.negative_eigenvalues else 1)
@@ -341,6 +359,7 @@ MATRIX_ORACLES: dict[str, Callable[[Any, Any, Array, bool], Array]] = {
     "kda": kda,
     "mlstm": mlstm,
     "short_convolution": short_convolution,
+    "goom_ssm": goom_ssm,
     "gated_deltanet2": gated_deltanet2,
     "gated_deltaproduct": gated_deltaproduct,
     "rwkv7": rwkv7,

@@ -55,6 +55,8 @@ MATRICES: dict[str, set[str]] = {
     "rwkv7": QKV
     | RANKS
     | {f"{name}.{part}.kernel" for name in ("rate", "gate") for part in ("down", "up")},
+    "goom_ssm": {"transition"}
+    | {f"{name}.kernel" for name in ("input", "readout", "skip", "output")},
     "short_convolution": {
         *("input_gate.kernel", "output_gate.kernel", "value.kernel", "output.kernel")
     },

@@ -24,6 +24,7 @@ EXCHANGE = {
     "additive": "an average of all heads",
     "gqa": "the heads of one key/value head",
     "log": "both parts of its gated output",
+    "goom_ssm": "both parts of its gated output",
     "mla": "its latent vectors",
 }
 """Layers that exchange activations if heads are split, and which."""

@@ -57,6 +57,7 @@ def get_study() -> Study:
         "softmax, ALiBi": sweeps.mechanism("softmax", positions="alibi"),
         "window of 64, rotary": {"model.attention": sweeps.WINDOW},
         "softmax, then 3 log": {"model.attention": (sweeps.SOFTMAX, sweeps.THREE_LOGS)},
+        "dense SSM": sweeps.mechanism("goom_ssm") | {"model.mlp_dim": 384},
         "3 log, then FoX": {"model.attention": (sweeps.THREE_LOGS, "fox")},
     }
     return Study(

@@ -28,6 +28,7 @@ COLORS = {
     "softmax": sweeps.COLORS["softmax"],
     "DeltaNet, negative eigenvalues": "C2",
     "Gated DeltaNet, negative eigenvalues": sweeps.COLORS["Gated DeltaNet"],
+    "dense SSM": "C5",
 }
 
 
@@ -58,6 +59,7 @@ def get_study() -> Study:
                     )
                     for name in ("deltanet", "gated_deltanet", "kda")
                 },
+                "dense SSM": sweeps.mechanism("goom_ssm"),
             },
             "group": {name: group(groups[name], STEPS[name]) for name in groups},
             "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 1e-2, 3e-2),

@@ -4,21 +4,29 @@
 
 For products of random matrices, whose elements are standard normal: the number of products that are
 finite and not 0, the time of one product in a chain, and the errors of the logarithms of the last
-product, relative to a chain in float64 that is scaled after each product. For the Lorenz
-system, the time and the exponents of a sequence of QR decompositions and of `lyapunov_exponents`.
+product, relative to a chain in float64 that is scaled after each product, and the memory that a
+chain adds. For the Lorenz system, the time and the exponents of a sequence of QR decompositions and
+of `lyapunov_exponents`.
+
+The authors' chains are measured in the same process if their packages for PyTorch are installed:
+
+    pip install torch git+https://github.com/glassroom/generalized_orders_of_magnitude \
+        git+https://github.com/glassroom/torch_parallel_scan
 """
 
+import importlib.util
 import json
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import ROOT, interleaved_medians
+from common import ROOT, added_memory, interleaved_medians
 
 from heinsen_jax.goom import chain_products, largest_lyapunov_exponent, lyapunov_exponents
 from heinsen_jax.runtime.environment import environment
@@ -54,6 +62,31 @@ def logs_of_scaled_floats(matrices: np.ndarray) -> np.ndarray:
     return np.log(np.abs(state)) + log_scale
 
 
+def of_authors(matrices: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """The authors' chains of complex logarithms in PyTorch, without gradients, if installed."""
+    if importlib.util.find_spec("generalized_orders_of_magnitude") is None:
+        return {}
+    names = "torch", "generalized_orders_of_magnitude", "torch_parallel_scan"
+    torch, goom, scan = map(importlib.import_module, names)
+    given = torch.from_numpy(matrices.copy())
+
+    def sequential() -> Any:
+        logs = goom.log(given)
+        state = logs[0]
+        for factor in logs[1:]:
+            state = goom.log_matmul_exp(factor, state)
+        return state.real
+
+    def parallel() -> Any:
+        def later_first(earlier: Any, later: Any) -> Any:
+            return goom.log_matmul_exp(later, earlier)
+
+        return scan.reduce_scan(goom.log(given), later_first, dim=-3).real
+
+    chains = {"PyTorch, sequential": sequential, "PyTorch, parallel": parallel}
+    return {name: torch.no_grad()(chain) for name, chain in chains.items()}
+
+
 def measured(functions: dict[str, Callable], *arguments: Any) -> dict[str, float]:
     calls = {name: partial(function, *arguments) for name, function in functions.items()}
     return interleaved_medians(calls, REPEATS)
@@ -65,25 +98,30 @@ def measure_chains() -> list[dict[str, Any]]:
         matrices = jax.random.normal(jax.random.key(0), (length, size, size))
         wanted = logs_of_scaled_floats(np.asarray(matrices))
         chains = {
-            name: jax.jit(partial(chain_products, return_all=False, implementation=name))
+            name: partial(
+                jax.jit(partial(chain_products, return_all=False, implementation=name)), matrices
+            )
             for name in ("sequential", "parallel")
         }
-        ways = {"float32": jax.jit(with_floats), **chains}
+        authors = of_authors(np.asarray(matrices))
+        ways = {"float32": partial(jax.jit(with_floats), matrices), **chains, **authors}
         reached = {"float32": length_reached(matrices)}
         with jax.enable_x64(True):
             double = jnp.asarray(np.asarray(matrices, float))
             reached["float64"] = length_reached(double)
             times = measured({"float64": jax.jit(with_floats)}, double)
-        times |= measured(ways, matrices)
+        times |= interleaved_medians(ways, REPEATS)
+        memory = {name: added_memory(call) for name, call in ways.items()}
         errors = {}
-        for name, chain in chains.items():
-            last = chain(matrices)
-            differences = np.abs(np.asarray(last.log_abs, float) - wanted)
+        for name, chain in (chains | authors).items():
+            last = chain()
+            logs = np.asarray(last.log_abs if name in chains else last, float)
+            differences = np.abs(logs - wanted)
             errors[name] = {
                 "median": float(np.median(differences)),
                 "largest": float(differences.max()),  # of a sum that nearly cancels
             }
-            reached[name] = length * int(np.all(np.isfinite(last.log_abs)))
+            reached[name] = length * int(np.all(np.isfinite(logs)))
         rows.append(
             {
                 "size": size,
@@ -92,6 +130,7 @@ def measure_chains() -> list[dict[str, Any]]:
                 "length_reached": reached,
                 "microseconds_per_product": {x: 1e6 * s / length for x, s in times.items()},
                 "errors_of_logs": errors,
+                "added_bytes": memory,
             }
         )
         print(rows[-1], flush=True)
@@ -140,8 +179,10 @@ def measure_exponents(length: int = 100_000, dt: float = 0.01) -> dict[str, Any]
 
 
 def main() -> int:
+    installed = importlib.util.find_spec("torch") is not None
     record = {
         "environment": environment(),
+        "torch": metadata.version("torch") if installed else None,
         "chains": measure_chains(),
         "lorenz": measure_exponents(),
     }

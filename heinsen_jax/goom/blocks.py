@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.goom.numbers import Goom, to_goom
-from heinsen_jax.goom.wide import NONE, Wide, normal, power_of_2, product
+from heinsen_jax.goom.wide import LARGEST, NONE, Wide, normal, power_of_2, product
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array
@@ -43,8 +43,7 @@ def products(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]
         limits = jnp.finfo(state.mantissa.dtype)
         margin = limits.minexp + 2 * limits.nmant
         tier = first_safe((margin - lax.stop_gradient(least)).astype(limits.dtype)[None])
-        # A backward pass would otherwise store the residuals of all terms, in both tiers.
-        exact = jax.checkpoint(partial(_exact, keep=keep))
+        exact = partial(_exact, keep=keep)
         return lax.switch(tier, (lambda: columns, lambda: exact(Wide.of(matrices), state)))
 
     last, states = lax.scan(step, start, blocks)
@@ -109,6 +108,8 @@ def _fast(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[tuple[Wide, W
         shift = _exponent(state, -2)
         state = state * power_of_2(-shift, state.dtype)
         columns = columns + shift + exponent
+        is_far = jnp.any(jnp.abs(columns) > LARGEST)
+        columns, least = jnp.clip(columns, -LARGEST, LARGEST), jnp.where(is_far, NONE, least)
         return (state, columns, least), ((state, columns) if keep else None)
 
     least = jnp.where(is_lost, jnp.int32(NONE), jnp.int32(0))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.goom.blocks import products, with_identities
-from heinsen_jax.goom.numbers import Goom
+from heinsen_jax.goom.numbers import Goom, floats
 from heinsen_jax.goom.wide import Wide, product
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float
@@ -36,8 +36,8 @@ def chain_products(
     reset: Reset | None = None,
     implementation: Literal["sequential", "parallel"] = "parallel",
 ) -> Goom:
-    """Compute S_t = A_t S_{t-1} for all t, for matrices A `[T, N, N]`, at magnitudes of up to
-    exp(7e8), which exponents of 32 bits have.
+    """Compute S_t = A_t S_{t-1} for all t, for matrices A `[T, N, N]`, at magnitudes of
+    exp(-3.7e8) to exp(3.7e8), which exponents of 30 bits have; numbers beyond are 0 or infinite.
 
     "parallel" splits the chain into about sqrt(T) chunks of sqrt(T) products. All chunks are
     computed in parallel, each from the identity, and then combined, with three times the products
@@ -61,6 +61,7 @@ def chain_products(
 
     Raises:
       ValueError: the shapes do not fit, no matrix is given, or the implementation is unknown.
+      TypeError: the matrices are complex.
 
     Examples:
       >>> matrices = jnp.broadcast_to(jnp.array([[2.0, 1.0], [1.0, 1.0]]), (10_000, 2, 2))
@@ -68,13 +69,15 @@ def chain_products(
       >>> round(float(last.log_abs[0, 0] / 10_000), 3)  # log((3 + sqrt(5)) / 2)
       0.962
     """
-    matrices = matrices if isinstance(matrices, Goom) else jnp.asarray(matrices)
-    if matrices.ndim != 3 or matrices.shape[1] != matrices.shape[2] or not matrices.shape[0]:
-        raise ValueError(f"matrices {matrices.shape} must be [T, N, N], with T > 0")
+    matrices = matrices if isinstance(matrices, Goom) else floats(matrices)
+    if matrices.ndim != 3 or matrices.shape[1] != matrices.shape[2] or 0 in matrices.shape:
+        raise ValueError(f"matrices {matrices.shape} must be [T, N, N], with T > 0 and N > 0")
     size = matrices.shape[-1]
     if initial is None:
         initial = jnp.eye(size, dtype=matrices.dtype)
-    start = Wide.of(initial if isinstance(initial, Goom) else jnp.asarray(initial))
+    initial = initial if isinstance(initial, Goom) else floats(initial)
+    dtype = jnp.promote_types(matrices.dtype, initial.dtype)
+    matrices, start = matrices.astype(dtype), Wide.of(initial.astype(dtype))
     if len(start.shape) != 2 or start.shape[0] != size:
         raise ValueError(f"initial {start.shape} must be [N, M], with N = {size}")
     if reset is not None and start.shape[1] > size:

@@ -6,7 +6,7 @@ from jax import lax
 
 from heinsen_jax.goom.blocks import products, with_identities
 from heinsen_jax.goom.chains import chain_products
-from heinsen_jax.goom.numbers import norm, to_goom
+from heinsen_jax.goom.numbers import floats, norm, to_goom
 from heinsen_jax.goom.wide import Wide
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float
@@ -95,7 +95,7 @@ def largest_lyapunov_exponent(
 
 
 def _checked(jacobians: Array) -> Array:
-    jacobians = jnp.asarray(jacobians)
-    if jacobians.ndim != 3 or jacobians.shape[1] != jacobians.shape[2] or not len(jacobians):
-        raise ValueError(f"jacobians {jacobians.shape} must be [T, N, N], with T > 0")
+    jacobians = floats(jacobians)
+    if jacobians.ndim != 3 or jacobians.shape[1] != jacobians.shape[2] or 0 in jacobians.shape:
+        raise ValueError(f"jacobians {jacobians.shape} must be [T, N, N], with T > 0 and N > 0")
     return jacobians

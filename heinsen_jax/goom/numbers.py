@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.ops.numerics import finite, safe_log
-from heinsen_jax.typing import Array, Complex, Float, pytree_dataclass
+from heinsen_jax.typing import Array, ArrayLike, Complex, DTypeLike, Float, pytree_dataclass
 
 
 @pytree_dataclass
@@ -53,17 +53,26 @@ class Goom:
     def __getitem__(self, index: object) -> Goom:
         return jax.tree.map(lambda x: x[index], self)
 
+    def astype(self, dtype: DTypeLike) -> Goom:
+        return Goom(self.log_abs.astype(dtype), self.sign)
+
     def __neg__(self) -> Goom:
         return multiply(self, Goom(jnp.zeros((), self.dtype), jnp.int8(-1)))
 
-    def __add__(self, other: Goom) -> Goom:
+    def __add__(self, other: Goom | ArrayLike) -> Goom:
         return add(self, other)
 
-    def __sub__(self, other: Goom) -> Goom:
-        return add(self, -other)
+    def __sub__(self, other: Goom | ArrayLike) -> Goom:
+        return add(self, -as_goom(other))
 
-    def __mul__(self, other: Goom) -> Goom:
+    def __rsub__(self, other: ArrayLike) -> Goom:
+        return add(other, -self)
+
+    def __mul__(self, other: Goom | ArrayLike) -> Goom:
         return multiply(self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+    __array_ufunc__ = None  # NumPy's arrays leave their operators to these
 
 
 def with_tangent(tangent: Array) -> Goom:
@@ -89,22 +98,40 @@ def clipped_exp(x: Array) -> Array:
     return jnp.exp(jnp.minimum(x, np.nextafter(largest, np.zeros_like(largest))))
 
 
-@jax.custom_jvp
-def to_goom(x: Float[Array, "*S"]) -> Goom:
-    """Real numbers `[*S]` as logarithms and signs.
+def floats(x: ArrayLike) -> Array:
+    """Real numbers in at least float32."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"numbers are {x.dtype}, but must be real; from_complex takes logarithms")
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def as_goom(x: Goom | ArrayLike) -> Goom:
+    return x if isinstance(x, Goom) else to_goom(x)
+
+
+def to_goom(x: ArrayLike) -> Goom:
+    """Real numbers `[*S]` as logarithms, in at least float32, and signs.
+
+    Raises:
+      TypeError: x is complex.
 
     Examples:
       >>> to_goom(jnp.array([-1.0, 0.0])).sign.tolist()
       [-1, 0]
     """
-    x = jnp.asarray(x)
+    return _to_goom(floats(x))
+
+
+@jax.custom_jvp
+def _to_goom(x: Float[Array, "*S"]) -> Goom:
     return Goom(jnp.log(jnp.abs(x)), jnp.sign(x).astype(jnp.int8))
 
 
-@to_goom.defjvp
+@_to_goom.defjvp
 def _to_goom_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    return to_goom(x), with_tangent(dx / jnp.where(x == 0, 1, x))
+    return _to_goom(x), with_tangent(dx / jnp.where(x == 0, 1, x))
 
 
 @jax.custom_jvp
@@ -148,8 +175,8 @@ def to_complex(x: Goom) -> Complex[Array, "*S"]:
     return jax.lax.complex(x.log_abs, jnp.where(x.sign < 0, np.pi, 0).astype(x.dtype))
 
 
-def add(x: Goom, y: Goom) -> Goom:
-    """x + y, broadcast.
+def add(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
+    """x + y, broadcast; both may also be floats.
 
     Examples:
       >>> total = add(Goom(jnp.array(1e4), jnp.int8(1)), Goom(jnp.array(1e4), jnp.int8(1)))
@@ -175,8 +202,8 @@ def _multiply_jvp(primals, tangents):
     return z, with_tangent(from_x * dx.log_abs + from_y * dy.log_abs)
 
 
-def multiply(x: Goom, y: Goom) -> Goom:
-    """x y, broadcast.
+def multiply(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
+    """x y, broadcast; both may also be floats.
 
     Examples:
       >>> x = to_goom(jnp.array([1e30, -1e30]))
@@ -186,9 +213,12 @@ def multiply(x: Goom, y: Goom) -> Goom:
     return _multiply(*broadcast(x, y))
 
 
-def broadcast(x: Goom, y: Goom) -> tuple[Goom, Goom]:
-    shape = jnp.broadcast_shapes(x.shape, y.shape)
-    return tuple(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, shape), z) for z in (x, y))
+def broadcast(x: Goom | ArrayLike, y: Goom | ArrayLike) -> tuple[Goom, Goom]:
+    x, y = as_goom(x), as_goom(y)
+    shape, dtype = jnp.broadcast_shapes(x.shape, y.shape), jnp.promote_types(x.dtype, y.dtype)
+    return tuple(
+        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, shape), z.astype(dtype)) for z in (x, y)
+    )
 
 
 def sum(x: Goom, axis: int) -> Goom:

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from heinsen_jax.goom.numbers import Goom, from_goom, multiply, to_goom
+from heinsen_jax.goom.numbers import Goom, as_goom, from_goom, multiply, to_goom
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.numerics import TERMS, smallest_sum
 from heinsen_jax.ops.numerics import matmul as matrix_product
-from heinsen_jax.typing import Array, pytree_dataclass
+from heinsen_jax.typing import Array, ArrayLike, pytree_dataclass
 
 NONE = -(1 << 30)
 """Exponent of 0, below all others."""
+LARGEST = 1 << 29
+"""Numbers with a larger exponent are infinite, those with a smaller one than -LARGEST are 0."""
 LARGEST_LOG = 1e8
 """Logarithms beyond this are scaled before they become exponents."""
 
@@ -54,7 +56,7 @@ class Wide:
             return normal(x, 0)
         is_zero = (x.sign == 0) | (x.log_abs == -jnp.inf)
         octaves = jnp.where(is_zero, 0, jnp.ceil(x.log_abs / math.log(2)))
-        octaves = lax.stop_gradient(octaves)
+        octaves = jnp.clip(lax.stop_gradient(octaves), -2 * LARGEST, 2 * LARGEST)
         high, low = _parts_of_log_2(x.dtype)  # octaves * high is exact
         rest = (x.log_abs - octaves * high) - octaves * low
         return normal(from_goom(Goom(rest, x.sign)), octaves.astype(jnp.int32))
@@ -105,7 +107,11 @@ def normal(x: Array, exponent: Array | int) -> Wide:
     # two factors: 2^-shift overflows for the smallest normal numbers
     half = shift // 2
     mantissa = x * power_of_2(-half, x.dtype) * power_of_2(half - shift, x.dtype)
-    return Wide(mantissa, jnp.broadcast_to(shift + exponent, x.shape))
+    exponent = jnp.broadcast_to(shift + exponent, x.shape)
+    infinite = jnp.copysign(jnp.inf, lax.stop_gradient(mantissa))
+    mantissa = jnp.where((exponent > LARGEST) & (mantissa != 0), infinite, mantissa)
+    mantissa = jnp.where(exponent < -LARGEST, 0, mantissa)
+    return Wide(mantissa, jnp.clip(exponent, -LARGEST, LARGEST))
 
 
 def product(x: Wide, y: Wide) -> Wide:
@@ -180,7 +186,7 @@ def total(x: Wide, y: Wide) -> Wide:
     return jax.tree.map(lambda *leaves: jnp.stack(jnp.broadcast_arrays(*leaves)), x, y).sum(0)
 
 
-def matmul(x: Goom, y: Goom) -> Goom:
+def matmul(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
     """The matrix product Z = X Y for X `[*B, I, K]` and Y `[*B, K, J]` of any magnitudes: the
     log-matmul-exp of arXiv:2510.03426, scaled by row and column.
 
@@ -193,7 +199,7 @@ def matmul(x: Goom, y: Goom) -> Goom:
     exp(3e8).
 
     Args:
-      x: X; batch axes are broadcast.
+      x: X, as numbers or as floats; batch axes are broadcast.
       y: Y.
 
     Returns:
@@ -207,8 +213,14 @@ def matmul(x: Goom, y: Goom) -> Goom:
       >>> matmul(to_goom(jnp.eye(2)), large).log_abs.tolist()
       [[1000000.0, 1000000.0], [1000000.0, 1000000.0]]
     """
+    x, y = as_goom(x), as_goom(y)
     if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-2]:
         raise ValueError(f"x {x.shape} and y {y.shape} must be [..., I, K] and [..., K, J]")
+    batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    if 0 in (*x.shape, *y.shape):
+        return to_goom(jnp.zeros((*batch, x.shape[-2], y.shape[-1]), dtype))
+    x, y = x.astype(dtype), y.astype(dtype)
     rows, columns = _largest_log(x, -1), _largest_log(y, -2)
     scaled = multiply(x, _exp(-rows)), multiply(y, _exp(-columns))
     z = product(*map(Wide.of, scaled)).goom()

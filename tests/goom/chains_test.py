@@ -168,6 +168,41 @@ def test_gradients_with_resets_are_finite_where_states_are_singular(implementati
     np.testing.assert_allclose(jax.grad(corner)(singular)[:, 0, 0], 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_numbers_beyond_the_exponents_are_infinite_or_0(implementation):
+    """Also where a chain would lead back."""
+
+    def last(logs: list[float]) -> Goom:
+        matrices = Goom(jnp.array(logs)[:, None, None], jnp.ones((len(logs), 1, 1), jnp.int8))
+        return chain_products(matrices, return_all=False, implementation=implementation)
+
+    up, down = last([1e8] * 40), last([-1e8] * 40)
+    assert np.isposinf(up.log_abs).all()
+    assert (down.sign == 0).all()
+    assert not np.isfinite(last([1e8] * 20 + [-1e8] * 20).log_abs).any()
+    np.testing.assert_allclose(last([1e8] * 3 + [-1e8] * 3).log_abs, 0, atol=1)
+
+
+def test_other_dtypes_are_at_least_float32():
+    matrices = 2 * jnp.ones((4, 1, 1), jnp.int32)
+    for given in (matrices, matrices.astype(jnp.bfloat16)):
+        last = chain_products(given, initial=jnp.ones((1, 2), jnp.bfloat16), return_all=False)
+        assert last.dtype == jnp.float32
+        np.testing.assert_allclose(from_goom(last), 16, rtol=1e-6)
+    with pytest.raises(TypeError, match="numbers are complex64"):
+        chain_products(1j * matrices)
+
+
+def test_chains_of_one_batch_have_different_magnitudes():
+    """One of them loses terms in floats, so that all are computed again."""
+    rng = np.random.default_rng(0)
+    plain = rng.integers(-3, 4, (20, 2, 2)).astype(np.float32)
+    far = np.broadcast_to(np.diag([2.0**60, 2.0**-60]), plain.shape).astype(np.float32)
+    chains = jax.vmap(chain_products)(jnp.stack([plain, far]))
+    for i, matrices in enumerate((plain, far)):
+        check(chains[i], exact_chain(matrices), tolerance=1e-4)
+
+
 def test_other_shapes_are_refused():
     for matrices in (jnp.ones((3, 3)), jnp.ones((2, 3, 4)), jnp.ones((0, 3, 3))):
         with pytest.raises(ValueError, match=r"must be \[T, N, N\]"):

@@ -130,6 +130,22 @@ def test_gradients_at_0_pass_numbers_beyond_floats():
     assert float(jax.grad(of_product)(0.0)) == pytest.approx(1, rel=1e-4)
 
 
+def test_operators_take_floats_on_either_side():
+    x = to_goom(jnp.array([3.0, -2.0]))
+    for result in (x + 1, 1 + x, np.float32(1) + x):
+        np.testing.assert_allclose(from_goom(result), [4, -1], rtol=1e-6)
+    np.testing.assert_allclose(from_goom(1 - x), [-2, 3], rtol=1e-6)
+    np.testing.assert_allclose(from_goom(x - np.ones(2)), [2, -3], rtol=1e-6)
+    np.testing.assert_allclose(from_goom(np.array([2.0, 2.0]) * x), [6, -4], rtol=1e-6)
+
+
+def test_other_dtypes_are_at_least_float32():
+    for dtype in ("int32", "bfloat16", "float16"):
+        assert to_goom(jnp.ones(2, dtype)).dtype == jnp.float32
+    with pytest.raises(TypeError, match=r"numbers are complex64, .* from_complex"):
+        to_goom(jnp.array([1j]))
+
+
 def test_operators_and_indices():
     assert [float(x.log_abs) for x in to_goom(jnp.ones(3))] == [0, 0, 0]
     x, y = to_goom(X), to_goom(Y)

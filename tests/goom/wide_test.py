@@ -155,6 +155,22 @@ def test_batches_are_broadcast_and_other_shapes_refused():
 
 
 @pytest.mark.nightly
+def test_a_backward_pass_stores_no_terms():
+    """2048 x 64 x 64 terms need 34 MB."""
+
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(matmul(x, y).log_abs)
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    compiled = gradient.lower(jnp.ones((2048, 64)), jnp.ones((64, 64))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 30e6
+
+
+def test_products_over_empty_axes_are_0():
+    assert (matmul(jnp.ones((2, 0)), jnp.ones((0, 3))).sign == 0).all()
+    assert matmul(jnp.ones((0, 2)), jnp.ones((2, 3))).shape == (0, 3)
+
+
 def test_float64(x64):
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((6, 6))) for _ in range(2))

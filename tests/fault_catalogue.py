@@ -632,8 +632,8 @@ ATTENTION_FAULTS = {
     ),
     "a segment that begins with the state before it": Fault(
         "heinsen_jax/goom/recurrence.py",
-        "continues &= ~starts",
-        "continues |= starts",
+        "[delayed(segments, n) == segments for n in numbers]",
+        "[delayed(segments, n) >= 0 for n in numbers]",
         ("tests/goom/recurrence_test.py",),
     ),
     "queries of the source": Fault(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.goom.numbers import Goom, to_goom
-from heinsen_jax.goom.wide import LARGEST, NONE, Wide, normal, power_of_2, product
+from heinsen_jax.goom.wide import LARGEST, NONE, Wide, exponent_of, normal, power_of_2, product
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array
@@ -85,13 +85,13 @@ def _is_lost(scaled: Array, numbers: Array) -> Array:
 def _exponent(x: Array, axis: int | tuple[int, ...]) -> Array:
     """The exponent of the largest number along axes; 0 if all are 0."""
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis, keepdims=True)
-    return jnp.where(largest == 0, 0, jnp.frexp(largest)[1]).astype(jnp.int32)
+    return jnp.where(largest == 0, 0, exponent_of(largest))
 
 
 def _least(x: Array) -> Array:
     """The exponent of the smallest number that is not 0."""
     x = jnp.abs(lax.stop_gradient(x))
-    return jnp.frexp(jnp.min(jnp.where(x == 0, 1, x), initial=1))[1]
+    return exponent_of(jnp.min(jnp.where(x == 0, 1, x), initial=1))
 
 
 def _fast(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[tuple[Wide, Wide | None], Array]:

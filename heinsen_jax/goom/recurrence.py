@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.goom.blocks import products
 from heinsen_jax.goom.wide import Wide, product, total
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import nearly_equal_blocks, varying_like
 from heinsen_jax.typing import Array, Float, Integer, exported_tuple
 
-CHUNK = 16
-"""Most steps of a chunk."""
 RADIX = 4
 """Number of states in a product."""
+CHUNK = RADIX**2 - 1
+"""Most steps of a chunk, which follow the state before it."""
 LARGEST = math.exp(2)
 """Largest magnitude of an output vector."""
 
@@ -46,11 +45,12 @@ def dense_recurrence(
 
     at any magnitude (arXiv:2510.03426), with a constant maximum in gradients; y = 0 for x = 0.
 
-    The steps of a chunk are computed in parallel: from x = u, for n = 1, 4, 16, ...,
+    The steps of a chunk are computed in parallel. From x = u, and from the state before the chunk,
+    for n = 1 and 4,
 
         x_t <- x_t + x_{t-n} A^n + x_{t-2n} A^{2n} + x_{t-3n} A^{3n}
 
-    without terms from before the chunk, or of other segments. Chunks follow one another.
+    without terms from before that state, or of other segments. Chunks follow one another.
 
     Args:
       inputs: u.
@@ -79,7 +79,9 @@ def dense_recurrence(
         tokens, starts = Wide.of(jnp.swapaxes(inputs, -3, -2)), None
         if segment_ids is not None:
             starts = segment_starts(segment_ids, None)[..., None, :, None]
-            tokens = _added(tokens, first, matrix, starts)
+            after = product(first[..., None, :], matrix)
+            after = Wide(jnp.where(starts, after.mantissa, 0), after.exponent)
+            tokens = total(tokens, after)
         state, y = _in_chunks(matrix, state, tokens, starts)
         y = jnp.swapaxes(y, -3, -2)
     if not return_state:
@@ -94,8 +96,9 @@ def _in_chunks(
     """The last state, and y."""
     *_, length, size = tokens.shape
     count, chunk = nearly_equal_blocks(length, CHUNK)
-    powers = _powers(matrix, min(chunk, length))
     last = (length - 1) % chunk
+    ones = Wide.of(jnp.eye(size, dtype=matrix.mantissa.dtype))
+    _, powers = lax.scan(lambda x, _: (product(x, matrix), x), ones, length=RADIX**2)
 
     def split(leaf: Array) -> Array:  # [*B, T, K] to [chunks, *B, steps, K]
         padding = [(0, 0)] * (leaf.ndim - 2) + [(0, count * chunk - length), (0, 0)]
@@ -106,14 +109,12 @@ def _in_chunks(
     @jax.checkpoint
     def step(state: Wide, chunk: tuple[Wide, Array | None]) -> tuple[Wide, tuple[Array, Wide]]:
         tokens, starts = chunk
-        rank = len(tokens.shape)
-        sizes = (*(1,) * (rank - 2), tokens.shape[-2], 1)
-        continues = lax.broadcasted_iota(jnp.int32, sizes, rank - 2) == 0
+        tokens = jax.tree.map(lambda x, y: jnp.concatenate([x[..., None, :], y], -2), state, tokens)
         segments = None
         if starts is not None:
-            continues &= ~starts
-            segments = jnp.cumsum(starts, -2, dtype=jnp.int32)
-        states = _chunk(powers, _added(tokens, state, matrix, continues), segments)
+            counts = jnp.cumsum(starts, -2, dtype=jnp.int32)
+            segments = jnp.concatenate([jnp.zeros_like(counts[..., :1, :]), counts], -2)
+        states = _chunk(powers, tokens, segments)[..., 1:, :]
         return states[..., -1, :], (_normed(states), states[..., last, :])
 
     _, (y, lasts) = lax.scan(step, state, jax.tree.map(split, (tokens, starts)))
@@ -122,23 +123,8 @@ def _in_chunks(
     return lasts[-1], y
 
 
-def _powers(matrix: Wide, number: int) -> Wide:
-    """A^0, ..., A^(number - 1) `[number, K, K]`."""
-    size = matrix.shape[-1]
-    ones = Wide.of(jnp.eye(size, dtype=matrix.mantissa.dtype))
-    copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, size, size)), matrix)
-    _, powers = products(copies, ones, keep=True)
-    return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y[:-1]]), ones, powers)
-
-
-def _added(tokens: Wide, state: Wide, matrix: Wide, where: Array) -> Wide:
-    """Tokens, to some of which x A is added, for a state x."""
-    after = product(state[..., None, :], matrix)
-    return total(tokens, Wide(jnp.where(where, after.mantissa, 0), after.exponent))
-
-
 def _chunk(powers: Wide, states: Wide, segments: Array | None) -> Wide:
-    """x of a chunk, from the inputs u."""
+    """x of a chunk, from the state before it and the inputs u."""
     length = states.shape[-2]
 
     def delayed(leaf: Array, number: int) -> Array:

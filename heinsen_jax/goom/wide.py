@@ -95,15 +95,27 @@ def _parts_of_log_2(dtype: np.dtype) -> tuple[float, float]:
 
 def power_of_2(exponent: Array, dtype: np.dtype) -> Array:
     """2^exponent; 0 below the smallest normal number, and the largest power beyond it."""
-    limits = jnp.finfo(dtype)
-    clipped = jnp.clip(exponent, limits.minexp, limits.maxexp - 1)
-    return jnp.where(exponent < limits.minexp, 0, jnp.ldexp(jnp.ones((), dtype), clipped))
+    limits, integer = jnp.finfo(dtype), _integer(dtype)
+    bias = 1 - limits.minexp
+    field = jnp.clip(exponent + bias, 0, 2 * bias).astype(integer)
+    return lax.bitcast_convert_type(field << limits.nmant, dtype)
+
+
+def exponent_of(x: Array) -> Array:
+    """The exponent of floats as int32, for a mantissa in [1/2, 1); the least one for 0."""
+    limits, integer = jnp.finfo(x.dtype), _integer(x.dtype)
+    bits = lax.bitcast_convert_type(lax.stop_gradient(jnp.abs(x)), integer)
+    return (bits >> limits.nmant).astype(jnp.int32) + limits.minexp
+
+
+def _integer(dtype: np.dtype) -> np.dtype:
+    """Integers with as many bits as a float."""
+    return np.dtype(f"int{jnp.finfo(dtype).bits}")
 
 
 def normal(x: Array, exponent: Array | int) -> Wide:
     """x * 2^exponent with a mantissa in [1/2, 1)."""
-    shift = lax.stop_gradient(jnp.frexp(x)[1])
-    shift = jnp.where(x == 0, 0, shift).astype(jnp.int32)
+    shift = jnp.where(x == 0, 0, exponent_of(x))
     # two factors: 2^-shift overflows for the smallest normal numbers
     half = shift // 2
     mantissa = x * power_of_2(-half, x.dtype) * power_of_2(half - shift, x.dtype)

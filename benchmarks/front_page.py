@@ -20,8 +20,8 @@ from studies import load_study, results_of, sweeps
 RESULTS = ROOT / "benchmarks/results"
 SOFTMAX, LOG = sweeps.COLORS["softmax"], sweeps.COLORS["log"]
 COSTS = {
-    "forward_backward_seconds": ("Forward and backward pass of one layer", "seconds"),
-    "state_bytes": ("State or cache of one sequence", "bytes"),
+    "forward_backward_seconds": ("One layer, forward and backward, on 2 CPU cores", "seconds"),
+    "state_bytes": ("Its state or cache, for one sequence", "bytes"),
 }
 LOSSES = {32: "loss_32", 128: "loss_128", 512: "loss", 2048: "loss_2048"}
 

@@ -224,7 +224,8 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         for name, is_needed in needed.items():
             if is_needed and not getattr(self.capabilities, name):
                 raise NotImplementedError(
-                    f"{type(self).__name__} is not {name}; it is: {', '.join(self._can())}"
+                    f"{type(self).__name__}: no capability {name!r}; it has "
+                    f"{', '.join(self._can())}"
                 )
         if is_causal and source is not None:
             raise NotImplementedError("is_causal with source: the order of tokens is undefined")

@@ -40,7 +40,7 @@ def log_attention_fn(
 ) -> Mixed:
     r"""Log-attention for `attention_fn=` of Flax's NNX and Linen attention layers.
 
-        Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_K(Q_t + K_s))           (1)
+        Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_k(Q_t + K_s))           (1)
 
     over all s visible to t, without a scale 1/sqrt(K). This is `heinsen_attention`, since values
     have any sign. Every mask is applied exactly; the cost depends on the mask. It is linear in the
@@ -81,6 +81,12 @@ def log_attention_fn(
       ValueError: shapes or dtypes are incompatible; the message names them.
       NotImplementedError: for dropout, a bias, sown weights, positions, custom einsums, or a named
         implementation with a mask of quadratic cost.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> log_attention_fn(key, key, value, is_causal=True).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.

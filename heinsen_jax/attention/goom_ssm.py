@@ -53,9 +53,9 @@ class GoomSSM(Attention[GoomSSMConfig, DenseState]):
         y_t = (a * sigmoid(b)) W,    a | b = normed(x_t) C + u_t D
 
     for the tokens u, with one A `[state_depth, state_depth]` for the state vectors x of all heads.
-    States may grow or vanish without limit: they are computed in floats with an exponent of 32
-    bits. What is read is normed(x) = x exp(2) / max |x|, by head, with a constant maximum in
-    gradients. A is initially `gain` times an orthogonal matrix; the states before the first token
+    States are floats with int32 exponents, for magnitudes from exp(-3.7e8) to exp(3.7e8); y is NaN
+    after an overflow. The readout has normed(x) = x exp(2) / max |x| by head; the maximum has no
+    gradient. A is initially `gain` times an orthogonal matrix; the states before the first token
     are trained, and initially uniform in +-0.1. A segment begins with them, too.
 
     References:

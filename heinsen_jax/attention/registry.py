@@ -103,7 +103,7 @@ def mechanism(name: str) -> type[Attention]:
     """The class of a mechanism; `ParallelAttention` for several in parallel, such as gqa+mamba2.
 
     Raises:
-      ValueError: unknown mechanism.
+      UserError: unknown mechanism.
 
     Examples:
       >>> mechanism("log").capabilities.streaming
@@ -111,7 +111,7 @@ def mechanism(name: str) -> type[Attention]:
     """
     for part in name.split("+"):
         if part not in _MECHANISMS:
-            raise ValueError(
+            raise UserError(
                 f"attention mechanism {part!r}: unknown; choose one of {', '.join(names())}"
             )
     return ParallelAttention if "+" in name else _MECHANISMS[name]

@@ -1,4 +1,4 @@
-"""Sampling with explicit state, at constant cost per token: tokens, texts, and saved states."""
+"""Sampling with explicit state: tokens, texts, and saved states."""
 
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.sampling import filter_logits

@@ -32,9 +32,9 @@ class Engine:
     """A model and its tokenizer, to generate with: the state of a sequence is an argument and a
     result, so that it may be kept, continued several times, and saved.
 
-    The weights of the layers, which are stacked in a `LanguageModel`, are here one by one, since
-    loops over tokens would copy parts of a stack in each step. They are copies, so drop the model
-    where memory is scarce. Under `jit`, create the engine inside the function.
+    Weights of layers are unstacked copies, since loops over tokens would copy slices of a stack in
+    each step; delete the model if memory is scarce. Under `jit`, create the engine inside the
+    function.
 
     Args:
       model: a causal language model.
@@ -80,7 +80,7 @@ class Engine:
     def init_state(
         self, batch_shape: Sequence[int] = (), *, capacity: int | None = None
     ) -> LanguageModelState:
-        """The state at the start of a sequence, as of `LanguageModel.init_state`."""
+        """The state at the start of a sequence, as in `LanguageModel.init_state`."""
         blocks = (block.init_state(batch_shape, capacity=capacity) for block in self._blocks)
         return LanguageModelState(self._outer.position.init_state(batch_shape), tuple(blocks))
 
@@ -241,7 +241,7 @@ class Engine:
         return states.load_state(path, self)
 
     def parameters(self) -> Iterator[tuple[str, list[Array]]]:
-        """The names of the model's parameters, and each one's layers."""
+        """Yield each parameter's name and its arrays, one per layer."""
         structure, weights = self.structure, self.weights
         outer = structure.outer.named(weights.outer)
         yield from ((name, [x]) for name, x in outer.items())

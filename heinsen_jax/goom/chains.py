@@ -36,12 +36,12 @@ def chain_products(
     reset: Reset | None = None,
     implementation: Literal["sequential", "parallel"] = "parallel",
 ) -> Goom:
-    """Compute S_t = A_t S_{t-1} for all t, for matrices A `[T, N, N]`, at magnitudes of
-    exp(-3.7e8) to exp(3.7e8), which exponents of 30 bits have; numbers beyond are 0 or infinite.
+    """Compute S_t = A_t S_{t-1} for all t, for matrices A `[T, N, N]`. Numbers below exp(-3.7e8)
+    become 0, numbers above exp(3.7e8) infinite.
 
     "parallel" splits the chain into about sqrt(T) chunks of sqrt(T) products. All chunks are
-    computed in parallel, each from the identity, and then combined, with three times the products
-    in 2 sqrt(T) steps.
+    computed in parallel, each from the identity, and then combined: about twice the products in
+    2 sqrt(T) steps (3 sqrt(T) with `reset`).
 
     With `reset`, the states are not the products: a state whose columns are nearly collinear is
     replaced by the orthonormal basis Q of its QR decomposition, which spans the same subspaces, so

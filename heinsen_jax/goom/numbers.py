@@ -221,7 +221,7 @@ def broadcast(x: Goom | ArrayLike, y: Goom | ArrayLike) -> tuple[Goom, Goom]:
     )
 
 
-def sum(x: Goom, axis: int) -> Goom:
+def sum(x: Goom | ArrayLike, axis: int) -> Goom:
     """The sum over an axis. Terms are scaled by the largest one, to which errors are relative.
 
     Examples:
@@ -229,7 +229,7 @@ def sum(x: Goom, axis: int) -> Goom:
       >>> round(float(sum(x, 0).log_abs), 2)
       9999.0
     """
-    return _sum(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), x))
+    return _sum(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), as_goom(x)))
 
 
 @jax.custom_jvp
@@ -253,7 +253,7 @@ def scaled(x: Array, exponent: Array) -> Goom:
     return Goom(jnp.log(jnp.abs(x)) + exponent, jnp.sign(x).astype(jnp.int8))
 
 
-def dot(x: Goom, y: Goom, axis: int = -1) -> Goom:
+def dot(x: Goom | ArrayLike, y: Goom | ArrayLike, axis: int = -1) -> Goom:
     """The sum of x y over an axis.
 
     Examples:
@@ -264,13 +264,14 @@ def dot(x: Goom, y: Goom, axis: int = -1) -> Goom:
     return sum(multiply(x, y), axis)
 
 
-def norm(x: Goom, axis: int = -1) -> Goom:
+def norm(x: Goom | ArrayLike, axis: int = -1) -> Goom:
     """The Euclidean norm over an axis; its gradient is 0 where it is 0.
 
     Examples:
       >>> round(float(from_goom(norm(to_goom(jnp.array([3.0, 4.0]))))), 4)
       5.0
     """
+    x = as_goom(x)
     largest = finite(jax.lax.stop_gradient(jnp.max(x.log_abs, axis, initial=-jnp.inf)))
     squares = jnp.sum(jnp.exp(2 * (x.log_abs - jnp.expand_dims(largest, axis))), axis)
     return Goom(safe_log(squares) / 2 + largest, (squares > 0).astype(jnp.int8))

@@ -14,7 +14,7 @@ from heinsen_jax.ops.layout import nearly_equal_blocks, varying_like
 from heinsen_jax.typing import Array, Float, Integer, exported_tuple
 
 RADIX = 4
-"""Number of states in a product."""
+"""Number of delayed states that one product combines."""
 CHUNK = RADIX**2 - 1
 """Most steps of a chunk, which follow the state before it."""
 LARGEST = math.exp(2)
@@ -39,18 +39,20 @@ def dense_recurrence(
     initial_state: DenseState | None = None,
     return_state: bool = False,
 ) -> Float[Array, "*B T N K"] | tuple[Float[Array, "*B T N K"], DenseState]:
-    """Compute y_t = x_t exp(2) / max |x_t| for the row vectors of each head
+    """A linear recurrence of row vectors x of size K, one for each of N heads, with normalized
+    outputs (arXiv:2510.03426):
 
-        x_t = x_{t-1} A + u_t
+        x_t = x_{t-1} A + u_t,    y_t = x_t exp(2) / max |x_t|
 
-    at any magnitude (arXiv:2510.03426), with a constant maximum in gradients; y = 0 for x = 0.
+    y = 0 for x = 0; the maximum has no gradient. Magnitudes of x are limited as in
+    `chain_products`; y is NaN beyond.
 
-    The steps of a chunk are computed in parallel. From x = u, and from the state before the chunk,
-    for n = 1 and 4,
+    The steps of a chunk are computed in parallel, chunks in sequence. From x = u, and from the
+    state before the chunk, for n = 1 and 4,
 
         x_t <- x_t + x_{t-n} A^n + x_{t-2n} A^{2n} + x_{t-3n} A^{3n}
 
-    without terms from before that state, or of other segments. Chunks follow one another.
+    without terms from before that state, or of other segments.
 
     Args:
       inputs: u.

@@ -101,7 +101,7 @@ class LanguageModelConfig:
     """Epsilon of all norms, including the norms in mechanisms with an option `norm_epsilon`. When
     None: 1e-5 for layer normalization, 1e-6 for RMS."""
     parallel_branches: bool = False
-    """Whether the MLP has the same residual stream as input as the attention, as in GPT-NeoX:
+    """Whether attention and MLP have the same input, as in GPT-NeoX:
     x + attention(norm(x)) + mlp(norm'(x))."""
     mlp_ratio: pydantic.PositiveInt = 4
     """Width of the MLP divided by model_dim. A gated MLP has 2/3 of this width, so that it
@@ -116,7 +116,7 @@ class LanguageModelConfig:
     lora_rank: pydantic.PositiveInt | None = None
     """Rank of products A B, initially 0, that are added to projections of attention, except for
     those to decays, and to the MLP (Hu et al., 2021, LoRA, arXiv:2106.09685). Only A and B are
-    trained; all others are loaded from `training.start`. None are added when None."""
+    trained; all other parameters are loaded from `training.start`. None are added when None."""
     tie_embeddings: bool = True
     """Whether the readout has the weights of the token embedding."""
     logit_soft_cap: pydantic.PositiveFloat | None = None
@@ -132,12 +132,13 @@ class LanguageModelConfig:
     mlp_multiplier: pydantic.PositiveFloat = 1.0
     """Factor of the output of the MLP."""
     embedding_style: Literal["paper", "fastformer"] = "paper"
-    """Layers before the first and after the last block. paper: a position recurrence before, a norm
-    after. fastformer: learned positions and a norm before; after, a bias, and logits scaled by
-    1/sqrt(model_dim)."""
+    """Layers before the first and after the last block. paper: a recurrence (see `positions`)
+    before, a norm after. fastformer: learned positions and a norm before; after, a bias, and
+    logits scaled by 1/sqrt(model_dim)."""
     positions: Positions | None = None
-    """Position encoding: the paper's recurrence, learned vectors, or none. When None: none in the
-    blocks decay and llama, else the embedding style's."""
+    """Position encoding: none, learned vectors, or the paper's recurrence, which adds h_t =
+    logaddexp(log sigmoid(u_t) + h_{t-1}, b_t). When None: none in the blocks decay and llama, else
+    the embedding style's."""
     max_length: pydantic.PositiveInt | None = None
     """Maximum sequence length, in tokens, with learned positions; None with others."""
     trained_length: pydantic.PositiveInt | None = None

@@ -190,17 +190,17 @@ def gated_delta_rule(
     With M = `num_steps`, a token makes M such steps, of which the first one decays the state; o_t
     follows the last one. Published mechanisms, with beta in [0, 1]:
 
-        b       w       g                   mechanism
-        beta    beta    0                   DeltaNet
-        beta    beta    by head             Gated DeltaNet
-        beta    beta    by key feature      Kimi Delta Attention
-        by key feature, w by value feature, g by key feature    Gated DeltaNet-2
-        beta    beta    by head             Gated DeltaProduct, in M steps
-        by key feature, with e, w = 1, g by key feature         RWKV-7
-        0       1       0                   linear attention without a normalizer
-        0       1       constant by head    RetNet, Lightning Attention
-        0       step    by head             Mamba-2 (SSD)
-        0       1       by key feature      GLA, HGRN2
+        b            w           g                 mechanism
+        beta         beta        0                 DeltaNet
+        beta         beta        by head           Gated DeltaNet
+        beta         beta        by key feature    Kimi Delta Attention
+        by feature   by feature  by key feature    Gated DeltaNet-2
+        beta         beta        by head           Gated DeltaProduct, in M steps
+        by feature   1           by key feature    RWKV-7, which erases along e
+        0            1           0                 linear attention without a normalizer
+        0            1           constant by head  RetNet, Lightning Attention
+        0            step        by head           Mamba-2 (SSD)
+        0            1           by key feature    GLA, HGRN2
 
     Accurate for any decay, -inf included: no exponential exceeds the range of floating point. Sums
     are computed in float32 (or float64). With b by head and b |k|^2 <= 2, the transition does not
@@ -214,7 +214,8 @@ def gated_delta_rule(
       log_decay: g <= 0 `[*B, T, N]`, or by key feature `[*B, T, N, K]`; 0 when None.
       erase: b `[*B, S, N]` or `[*B, S, N, K]`; 0 when None, and no linear system is solved.
       write: w `[*B, S, N]` or `[*B, S, N, V]`; 1 when None.
-      erase_key: e `[*B, S, G, K]`; k when None, with b on the other side. Needs `erase`.
+      erase_key: e `[*B, S, G, K]`; needs `erase`. When None, the
+        first formula: erased along k, with b on the right factor.
       num_steps: M.
       scale: factor of the output; 1 / sqrt(K) when None.
       segment_ids: `[*B, T]`, integers: each run of equal ids is independent of the others.

@@ -19,7 +19,7 @@ X = jnp.zeros((3, MODEL_DIM))
     ],
 )
 def test_an_undeclared_capability_is_refused(name, arguments, missing):
-    with pytest.raises(NotImplementedError, match=f"is not {missing}; it is: "):
+    with pytest.raises(NotImplementedError, match=f"no capability '{missing}'; it has "):
         random_layer(name)(X, **arguments)
 
 

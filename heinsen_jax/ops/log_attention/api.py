@@ -59,17 +59,17 @@ def log_attention(
     return_state: bool = False,
     implementation: Implementation | None = None,
 ) -> Inexact[Array, "*B T N V"] | tuple[Inexact[Array, "*B T N V"], LogAttentionState]:
-    r"""Softmax attention with constant cost per token, in log space.
+    r"""Linear attention with the feature map exp and a normalizer, in log space.
 
     The score of key s for query t is log sum_k exp(Q_tk) exp(K_sk) = LSE_k(Q_tk + K_sk), so that
 
         Y = Softmax(log(exp(Q) exp(K)^T)) V                             (1)
-        log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z)                         (2), (5)
+        log Y = LSE_k(Q + H_S) - LSE_k(Q + H_Z)                         (2), (5)
         H_S = LSE_s(K_s + log V_s),  H_Z = LSE_s(K_s)                   (3), (6)
 
     Q, K and V are the queries, keys and values of one head, Y its outputs; t is the token of a
-    query, s the token of a key, and k one of the key_depth features. LSE is log-sum-exp: LSE_k,
-    also written LSE_K, over features, and LSE_s over tokens. (H_S, H_Z) is the state: H_S has an
+    query, s the token of a key, and k one of the key_depth features. LSE is log-sum-exp: LSE_k
+    over features, LSE_s over tokens. (H_S, H_Z) is the state: H_S has an
     entry for each key feature and value feature, H_Z one for each key feature. s runs over the
     tokens up to and including t if causal (4), otherwise over all tokens.
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention
+from heinsen_jax.attention.goom_ssm import GoomSSM
 from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.attention.parameters import wide
@@ -26,7 +27,7 @@ from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
-RECURRENT = MatrixStateAttention, ShortConvolution
+RECURRENT = MatrixStateAttention, ShortConvolution, GoomSSM
 """Layers of a teacher that stay as they are."""
 MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"trained_length", "dtype", "param_dtype", "remat", "remat_policy", "lora_rank"}

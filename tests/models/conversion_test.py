@@ -109,10 +109,10 @@ def test_hybrid_teachers_keep_their_layers_of_constant_state():
             linear_layers(TEACHER, f"taylor:{field}")
 
 
-def test_short_convolutions_stay():
-    pattern = "short_convolution", "softmax"
-    teacher = LanguageModelConfig(block="llama", attention=pattern, num_layers=4)
-    assert linear_layers(teacher, "taylor").layer_pattern == ("short_convolution", "taylor")
+@pytest.mark.parametrize("name", ["short_convolution", "goom_ssm"])
+def test_recurrent_layers_stay(name):
+    teacher = LanguageModelConfig(block="llama", attention=(name, "softmax"), num_layers=4)
+    assert linear_layers(teacher, "taylor").layer_pattern == (name, "taylor")
 
 
 @pytest.mark.parametrize(("old", "new"), [("gqa+mamba2", "log"), ("softmax", "log+mamba2")])

@@ -34,6 +34,7 @@ from heinsen_jax.runtime.environment import environment
 CHAINS = {16: 100_000, 128: 2000}
 """Products by the size of a matrix."""
 REPEATS = 3
+AUTHORS = "torch", "generalized_orders_of_magnitude", "torch_parallel_scan"
 
 
 def with_floats(matrices: jax.Array) -> jax.Array:
@@ -62,12 +63,11 @@ def logs_of_scaled_floats(matrices: np.ndarray) -> np.ndarray:
     return np.log(np.abs(state)) + log_scale
 
 
-def of_authors(matrices: np.ndarray) -> dict[str, Callable[[], Any]]:
+def authors_chains(matrices: np.ndarray) -> dict[str, Callable[[], Any]]:
     """The authors' chains of complex logarithms in PyTorch, without gradients, if installed."""
-    if importlib.util.find_spec("generalized_orders_of_magnitude") is None:
+    if not all(map(importlib.util.find_spec, AUTHORS)):
         return {}
-    names = "torch", "generalized_orders_of_magnitude", "torch_parallel_scan"
-    torch, goom, scan = map(importlib.import_module, names)
+    torch, goom, scan = map(importlib.import_module, AUTHORS)
     given = torch.from_numpy(matrices.copy())
 
     def sequential() -> Any:
@@ -103,7 +103,7 @@ def measure_chains() -> list[dict[str, Any]]:
             )
             for name in ("sequential", "parallel")
         }
-        authors = of_authors(np.asarray(matrices))
+        authors = authors_chains(np.asarray(matrices))
         ways = {"float32": partial(jax.jit(with_floats), matrices), **chains, **authors}
         reached = {"float32": length_reached(matrices)}
         with jax.enable_x64(True):
@@ -179,7 +179,7 @@ def measure_exponents(length: int = 100_000, dt: float = 0.01) -> dict[str, Any]
 
 
 def main() -> int:
-    installed = importlib.util.find_spec("torch") is not None
+    installed = all(map(importlib.util.find_spec, AUTHORS))
     record = {
         "environment": environment(),
         "torch": metadata.version("torch") if installed else None,

@@ -632,8 +632,8 @@ ATTENTION_FAULTS = {
     ),
     "a segment that begins with the state before it": Fault(
         "heinsen_jax/goom/recurrence.py",
-        "[delayed(segments, n) == segments for n in numbers]",
-        "[delayed(segments, n) >= 0 for n in numbers]",
+        "jnp.where(is_start, x, y)",
+        "jnp.where(is_start, y, y)",
         ("tests/goom/recurrence_test.py",),
     ),
     "queries of the source": Fault(

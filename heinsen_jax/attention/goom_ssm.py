@@ -7,13 +7,12 @@ from typing import Annotated, Unpack
 import jax
 import jax.numpy as jnp
 import pydantic
-from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.parameters import (
     LayerOptions,
-    in_float32,
     linear,
+    orthogonal,
     parameter,
     uniform,
 )
@@ -53,8 +52,8 @@ class GoomSSM(Attention[GoomSSMConfig, DenseState]):
         y_t = (a * sigmoid(b)) W,    a | b = normed(x_t) C + u_t D
 
     for the tokens u, with one A `[state_depth, state_depth]` for the state vectors x of all heads.
-    States are floats with int32 exponents, for magnitudes from exp(-3.7e8) to exp(3.7e8); y is NaN
-    after an overflow. The readout has normed(x) = x exp(2) / max |x| by head; the maximum has no
+    States are floats with int32 exponents, for magnitudes from exp(-3.7e8) to exp(3.7e8); vectors
+    beyond are NaN in y. The readout has normed(x) = x exp(2) / max |x| by head; the maximum has no
     gradient. A is initially `gain` times an orthogonal matrix; the states before the first token
     are trained, and initially uniform in +-0.1. A segment begins with them, too.
 
@@ -68,8 +67,8 @@ class GoomSSM(Attention[GoomSSMConfig, DenseState]):
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         depth = self.config.depth(self.model_dim, self.num_heads)
         width = self.num_heads * depth
-        orthogonal = nnx.initializers.orthogonal(self.config.gain)
-        self.transition = parameter(orthogonal, depth, depth, kind="matrix", **options)
+        init = orthogonal(self.config.gain)
+        self.transition = parameter(init, depth, depth, kind="matrix", **options)
         start = self.num_heads, depth
         self.initial = parameter(uniform(0.1), *start, kind="vector", **options)
         dense = partial(linear, use_bias=False, lora_rank=self.config.lora_rank, **options)
@@ -82,13 +81,13 @@ class GoomSSM(Attention[GoomSSMConfig, DenseState]):
         self, x: Features, call: CallArguments[DenseState]
     ) -> tuple[Features, DenseState | None]:
         self.check_segments(call)
-        inputs = in_float32(self.input(x)).reshape(*x.shape[:-1], *self.initial.shape)
-        parameters = (y[...].astype(inputs.dtype) for y in (self.transition, self.initial))
+        inputs = self.input(x).reshape(*x.shape[:-1], *self.initial.shape)
+        parameters = self.transition[...], self.initial[...]
         with jax.named_scope("mechanism"):
             read, after = call.recur(
                 dense_recurrence, inputs, *parameters, segment_ids=call.segment_ids
             )
-        read = read.reshape(*x.shape[:-1], self.initial.size).astype(x.dtype)
+        read = read.reshape(*x.shape[:-1], self.initial.size)
         return self.output(jax.nn.glu(self.readout(read) + self.skip(x))), after
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> DenseState:

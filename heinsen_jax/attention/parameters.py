@@ -229,6 +229,13 @@ def uniform(bound: float) -> nnx.Initializer:
     return init
 
 
+def orthogonal(gain: float) -> nnx.Initializer:
+    """An initializer of orthogonal matrices times `gain`, from a decomposition in at least
+    float32."""
+    init = nnx.initializers.orthogonal(gain)
+    return lambda key, shape, dtype=jnp.float32: init(key, shape, wide(dtype)).astype(dtype)
+
+
 def wide(dtype: DTypeLike) -> np.dtype:
     """A dtype, or float32 if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)

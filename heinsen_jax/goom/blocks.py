@@ -48,7 +48,7 @@ def products(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]
 
     last, states = lax.scan(step, start, blocks)
     if keep:
-        states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
+        states = jax.tree.map(lambda x: x.reshape(count * block, *x.shape[2:]), states)
         states = states[count * block - length :]
     return last, states
 
@@ -73,8 +73,9 @@ def _scaled(matrices: Matrices) -> tuple[Array, Array, Array]:
         exponent = wide.largest((-2, -1))
         floats = wide.scaled(exponent)
         return floats, exponent, _is_lost(floats, wide.mantissa)
-    exponent = _exponent(matrices, (-2, -1))
-    floats = matrices * power_of_2(-exponent, matrices.dtype)
+    exponent, dtype = _exponent(matrices, (-2, -1)), matrices.dtype
+    half = exponent // 2  # 2^-exponent may be too small for a float
+    floats = matrices * power_of_2(-half, dtype) * power_of_2(half - exponent, dtype)
     return floats, exponent, _is_lost(floats, matrices)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from heinsen_jax.goom.numbers import Goom, floats
 from heinsen_jax.goom.wide import Wide, product
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float
+
+T = TypeVar("T", bound=Goom | Array)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def chain_products(
 
     Raises:
       ValueError: the shapes do not fit, no matrix is given, or the implementation is unknown.
-      TypeError: the matrices are complex.
+      TypeError: the matrices or S_0 are complex.
 
     Examples:
       >>> matrices = jnp.broadcast_to(jnp.array([[2.0, 1.0], [1.0, 1.0]]), (10_000, 2, 2))
@@ -69,9 +71,7 @@ def chain_products(
       >>> round(float(last.log_abs[0, 0] / 10_000), 3)  # log((3 + sqrt(5)) / 2)
       0.962
     """
-    matrices = matrices if isinstance(matrices, Goom) else floats(matrices)
-    if matrices.ndim != 3 or matrices.shape[1] != matrices.shape[2] or 0 in matrices.shape:
-        raise ValueError(f"matrices {matrices.shape} must be [T, N, N], with T > 0 and N > 0")
+    matrices = square("matrices", matrices if isinstance(matrices, Goom) else floats(matrices))
     size = matrices.shape[-1]
     if initial is None:
         initial = jnp.eye(size, dtype=matrices.dtype)
@@ -86,6 +86,18 @@ def chain_products(
         raise ValueError(f"implementation={implementation!r} must be 'sequential' or 'parallel'")
     compute = _sequential if implementation == "sequential" else _parallel
     return compute(matrices, start, return_all, reset).goom()
+
+
+def square(name: str, matrices: T) -> T:
+    """Square matrices `[T, N, N]`.
+
+    Raises:
+      ValueError: they are not, or none is given.
+    """
+    shape = matrices.shape
+    if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise ValueError(f"{name} {shape} must be [T, N, N], with T > 0 and N > 0")
+    return matrices
 
 
 def _sequential(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | None) -> Wide:
@@ -118,7 +130,7 @@ def _parallel(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | No
         last, states = _with_resets(Wide.of(chunks), before, reset, keep=keep)
         if not keep:
             return last[-1]
-    joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *start.shape), states)
+    joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(count * chunk, *start.shape), states)
     return joined[count * chunk - length :]
 
 
@@ -136,7 +148,9 @@ def _reset(state: Wide, reset: Reset) -> Wide:
     columns = _unit_columns(state)
     cosines = jnp.abs(matrix_product(jnp.swapaxes(columns, -1, -2), columns))
     itself = jnp.broadcast_to(jnp.eye(cosines.shape[-1], dtype=bool), cosines.shape)
-    is_collinear = jnp.max(jnp.where(itself, 0, cosines), (-2, -1), keepdims=True) > reset.cosine
+    is_collinear = (
+        jnp.max(jnp.where(itself, 0, cosines), (-2, -1), keepdims=True, initial=0) > reset.cosine
+    )
     # other states may be singular, where the decomposition has no gradient
     regular = jnp.broadcast_to(jnp.eye(*columns.shape[-2:], dtype=columns.dtype), columns.shape)
     basis = Wide.of(jnp.linalg.qr(jnp.where(is_collinear, columns, regular))[0])

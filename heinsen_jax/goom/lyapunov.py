@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.goom.blocks import products, with_identities
-from heinsen_jax.goom.chains import chain_products
+from heinsen_jax.goom.chains import chain_products, square
 from heinsen_jax.goom.numbers import floats, norm, to_goom
 from heinsen_jax.goom.wide import Wide
 from heinsen_jax.ops.numerics import matmul as matrix_product
@@ -33,13 +33,14 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
 
     Raises:
       ValueError: the Jacobians are not square matrices, or none is given.
+      TypeError: they are complex.
 
     Examples:
       >>> cat_map = jnp.broadcast_to(jnp.array([[2.0, 1.0], [1.0, 1.0]]), (500, 2, 2))
       >>> [round(float(x), 3) for x in lyapunov_exponents(cat_map)]  # log((3 +- sqrt(5)) / 2)
       [0.962, -0.962]
     """
-    jacobians = _checked(jacobians)
+    jacobians = square("jacobians", floats(jacobians))
     length, size = jacobians.shape[:2]
     count = -(-length // max(1, round(length**0.5)))
     chunk = -(-length // count)
@@ -87,15 +88,8 @@ def largest_lyapunov_exponent(
       >>> round(float(largest_lyapunov_exponent(cat_map)), 3)
       0.962
     """
-    jacobians = _checked(jacobians)
+    jacobians = square("jacobians", floats(jacobians))
     vector = jax.random.normal(jax.random.key(0), (jacobians.shape[-1], 1), jacobians.dtype)
     last = chain_products(jacobians, initial=vector, return_all=False)
     grown, before = (norm(x, -2).log_abs[0] for x in (last, to_goom(vector)))
     return (grown - before) / (len(jacobians) * dt)
-
-
-def _checked(jacobians: Array) -> Array:
-    jacobians = floats(jacobians)
-    if jacobians.ndim != 3 or jacobians.shape[1] != jacobians.shape[2] or 0 in jacobians.shape:
-        raise ValueError(f"jacobians {jacobians.shape} must be [T, N, N], with T > 0 and N > 0")
-    return jacobians

@@ -98,11 +98,13 @@ def clipped_exp(x: Array) -> Array:
     return jnp.exp(jnp.minimum(x, np.nextafter(largest, np.zeros_like(largest))))
 
 
-def floats(x: ArrayLike) -> Array:
+def floats(x: Goom | ArrayLike) -> Array:
     """Real numbers in at least float32."""
-    x = jnp.asarray(x)
+    if isinstance(x, Goom):
+        raise TypeError("numbers: a Goom; convert it to floats with from_goom")
+    x = jnp.asarray(float(x) if isinstance(x, int) else x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"numbers are {x.dtype}, but must be real; from_complex takes logarithms")
+        raise TypeError(f"numbers: {x.dtype} is not real; from_complex takes complex logarithms")
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -111,10 +113,11 @@ def as_goom(x: Goom | ArrayLike) -> Goom:
 
 
 def to_goom(x: ArrayLike) -> Goom:
-    """Real numbers `[*S]` as logarithms, in at least float32, and signs.
+    """Real numbers `[*S]` as logarithms, in at least float32, and signs. JAX first converts other
+    numbers to its default dtype; those beyond its normal range become infinite or 0.
 
     Raises:
-      TypeError: x is complex.
+      TypeError: x is complex, or a Goom. Other functions raise it, too.
 
     Examples:
       >>> to_goom(jnp.array([-1.0, 0.0])).sign.tolist()

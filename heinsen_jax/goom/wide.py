@@ -15,6 +15,7 @@ from jax import lax
 
 from heinsen_jax.goom.numbers import Goom, as_goom, from_goom, multiply, to_goom
 from heinsen_jax.ops.choice import first_safe
+from heinsen_jax.ops.layout import is_symbolic
 from heinsen_jax.ops.numerics import TERMS, smallest_sum
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, ArrayLike, pytree_dataclass
@@ -29,7 +30,7 @@ LARGEST_LOG = 1e8
 
 @pytree_dataclass
 class Wide:
-    """Numbers mantissa * 2^exponent, with |mantissa| in [1/2, 1), or 0.
+    """Numbers mantissa * 2^exponent, with |mantissa| in [1/2, 1), or 0, infinite or NaN.
 
     A mantissa of 0 may have any exponent, to which its gradient is relative.
     """
@@ -49,7 +50,7 @@ class Wide:
 
     @staticmethod
     def of(x: Wide | Goom | Array) -> Wide:
-        """Exact for floats."""
+        """Exact for normal floats."""
         if isinstance(x, Wide):
             return x
         if not isinstance(x, Goom):
@@ -57,7 +58,7 @@ class Wide:
         is_zero = (x.sign == 0) | (x.log_abs == -jnp.inf)
         octaves = jnp.where(is_zero, 0, jnp.ceil(x.log_abs / math.log(2)))
         octaves = jnp.clip(lax.stop_gradient(octaves), -2 * LARGEST, 2 * LARGEST)
-        high, low = _parts_of_log_2(x.dtype)  # octaves * high is exact
+        high, low = _parts_of_log_2(x.dtype)  # octaves * high: exact up to 2^13 in float32
         rest = (x.log_abs - octaves * high) - octaves * low
         return normal(from_goom(Goom(rest, x.sign)), octaves.astype(jnp.int32))
 
@@ -72,8 +73,11 @@ class Wide:
         return Goom(digits.log_abs + shift, digits.sign)
 
     def scaled(self, exponent: Array) -> Array:
-        """Floats, relative to 2^exponent."""
-        return self.mantissa * power_of_2(self.exponent - exponent, self.mantissa.dtype)
+        """Floats relative to 2^exponent, which is at least their own exponent."""
+        dtype = self.mantissa.dtype
+        # a 0 may have a larger one; this limits its cotangent to 3/4 of the range
+        above = jnp.where(self.mantissa == 0, jnp.finfo(dtype).maxexp * 3 // 4, 0)
+        return self.mantissa * power_of_2(jnp.minimum(self.exponent - exponent, above), dtype)
 
     def sum(self, axis: int) -> Wide:
         largest = self.largest(axis)
@@ -114,15 +118,17 @@ def _integer(dtype: np.dtype) -> np.dtype:
 
 
 def normal(x: Array, exponent: Array | int) -> Wide:
-    """x * 2^exponent with a mantissa in [1/2, 1)."""
+    """x * 2^exponent with a mantissa in [1/2, 1); infinite beyond 2^LARGEST, 0 below
+    2^-LARGEST."""
     shift = jnp.where(x == 0, 0, exponent_of(x))
     # two factors: 2^-shift overflows for the smallest normal numbers
     half = shift // 2
     mantissa = x * power_of_2(-half, x.dtype) * power_of_2(half - shift, x.dtype)
     exponent = jnp.broadcast_to(shift + exponent, x.shape)
     infinite = jnp.copysign(jnp.inf, lax.stop_gradient(mantissa))
-    mantissa = jnp.where((exponent > LARGEST) & (mantissa != 0), infinite, mantissa)
-    mantissa = jnp.where(exponent < -LARGEST, 0, mantissa)
+    is_finite = jnp.isfinite(mantissa)
+    mantissa = jnp.where(is_finite & (mantissa != 0) & (exponent > LARGEST), infinite, mantissa)
+    mantissa = jnp.where(is_finite & (exponent < -LARGEST), 0, mantissa)
     return Wide(mantissa, jnp.clip(exponent, -LARGEST, LARGEST))
 
 
@@ -174,8 +180,10 @@ def _by_terms(x: Wide, y: Wide) -> Wide:
     size = x.shape[-2]
     batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     terms = math.prod((*batch, *y.shape[-2:]))  # of one row of x
-    limit = max(1, TERMS // max(1, terms))
-    several = max(number for number in range(1, size + 1) if size % number == 0 and number <= limit)
+    several = 1
+    if not is_symbolic(size * terms):
+        limit = max(1, TERMS // max(1, terms))
+        several = max((n for n in range(1, size + 1) if size % n == 0 and n <= limit), default=1)
 
     @jax.checkpoint  # a backward pass would otherwise store all terms
     def rows_product(rows: Wide) -> Wide:  # [*B, rows, K] to [*B, rows, J]
@@ -184,7 +192,9 @@ def _by_terms(x: Wide, y: Wide) -> Wide:
         return terms.sum(-2)
 
     def split(leaf: Array) -> Array:
-        return jnp.moveaxis(leaf.reshape(*leaf.shape[:-2], -1, several, leaf.shape[-1]), -3, 0)
+        return jnp.moveaxis(
+            leaf.reshape(*leaf.shape[:-2], size // several, several, leaf.shape[-1]), -3, 0
+        )
 
     def join(leaf: Array) -> Array:
         leaf = jnp.moveaxis(leaf, 0, -3)

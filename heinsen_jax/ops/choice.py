@@ -25,4 +25,4 @@ def first_safe(excess: Array) -> Array:
 
 @first_safe.def_vmap
 def _first_safe_of_all(axis_size: int, in_batched: Any, excess: Array) -> tuple[Array, bool]:
-    return first_safe(jnp.max(excess, 0)), False
+    return first_safe(jnp.max(excess, 0, initial=0)), False

@@ -1,4 +1,4 @@
-"""The state-space model equals its authors' code, also where its states exceed floats."""
+"""The state-space model equals its authors' code, also where its states exceed float32."""
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,9 @@ def test_published_layer(golden, x64, gain):
     def loss(layer: attention.Attention, x: jax.Array) -> jax.Array:
         return jnp.sum(layer(x) * cotangent)
 
-    of_layer, of_x = nnx.grad(loss, argnums=(0, 1))(layer, x)
-    np.testing.assert_allclose(of_x, case[f"gain{gain}/du"], atol=1e-8)
+    gradients, x_gradient = nnx.grad(loss, argnums=(0, 1))(layer, x)
+    np.testing.assert_allclose(x_gradient, case[f"gain{gain}/du"], atol=1e-8)
     for name in NAMES:
-        have, want = variable(of_layer, name)[...], case[f"gain{gain}/grad/{name}"]
+        have, want = variable(gradients, name)[...], case[f"gain{gain}/grad/{name}"]
         want = want.T if name == "feedfwd" else want
         np.testing.assert_allclose(have, want, atol=1e-9 * np.abs(want).max(), err_msg=name)

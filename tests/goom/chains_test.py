@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,19 +169,31 @@ def test_gradients_with_resets_are_finite_where_states_are_singular(implementati
     np.testing.assert_allclose(jax.grad(corner)(singular)[:, 0, 0], 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_numbers_beyond_the_exponents_are_infinite_or_0(implementation):
-    """Also where a chain would lead back."""
-
-    def last(logs: list[float]) -> Goom:
+def test_numbers_beyond_the_exponents_are_infinite_or_0():
+    def last(logs: list[float], implementation: Any) -> Goom:
         matrices = Goom(jnp.array(logs)[:, None, None], jnp.ones((len(logs), 1, 1), jnp.int8))
         return chain_products(matrices, return_all=False, implementation=implementation)
 
-    up, down = last([1e8] * 40), last([-1e8] * 40)
-    assert np.isposinf(up.log_abs).all()
-    assert (down.sign == 0).all()
-    assert not np.isfinite(last([1e8] * 20 + [-1e8] * 20).log_abs).any()
-    np.testing.assert_allclose(last([1e8] * 3 + [-1e8] * 3).log_abs, 0, atol=1)
+    up, down = [1e8] * 20, [-1e8] * 20
+    for name in IMPLEMENTATIONS:
+        assert np.isposinf(last(up, name).log_abs).all()
+        assert (last(down, name).sign == 0).all()
+        np.testing.assert_allclose(last(up[:3] + down[:3], name).log_abs, 0, atol=1)
+    # it does not lead back; in parallel, chunks are 0 and infinite
+    assert np.isposinf(last(up + down, "sequential").log_abs).all()
+    assert (last(down + up, "sequential").sign == 0).all()
+    assert np.isnan(last(down + up, "parallel").log_abs).all()
+
+
+def test_no_columns_and_no_chains():
+    empty = chain_products(jnp.ones((3, 2, 2)), initial=jnp.ones((2, 0)), reset=Reset())
+    assert empty.shape == (3, 2, 0)
+    assert jax.vmap(chain_products)(jnp.ones((0, 3, 2, 2))).shape == (0, 3, 2, 2)
+
+
+def test_matrices_near_the_largest_float_are_exact():
+    matrices = np.full((4, 2, 2), 3e38, np.float32) * np.array([[1, -1], [0.5, 1]], np.float32)
+    check(chain_products(matrices), exact_chain(matrices), tolerance=1e-5)
 
 
 def test_other_dtypes_are_at_least_float32():
@@ -189,7 +202,7 @@ def test_other_dtypes_are_at_least_float32():
         last = chain_products(given, initial=jnp.ones((1, 2), jnp.bfloat16), return_all=False)
         assert last.dtype == jnp.float32
         np.testing.assert_allclose(from_goom(last), 16, rtol=1e-6)
-    with pytest.raises(TypeError, match="numbers are complex64"):
+    with pytest.raises(TypeError, match="numbers: complex64 is not real"):
         chain_products(1j * matrices)
 
 

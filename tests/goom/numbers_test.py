@@ -142,8 +142,14 @@ def test_operators_take_floats_on_either_side():
 def test_other_dtypes_are_at_least_float32():
     for dtype in ("int32", "bfloat16", "float16"):
         assert to_goom(jnp.ones(2, dtype)).dtype == jnp.float32
-    with pytest.raises(TypeError, match=r"numbers are complex64, .* from_complex"):
+    with pytest.raises(TypeError, match=r"numbers: complex64 is not real; from_complex"):
         to_goom(jnp.array([1j]))
+
+
+def test_large_integers_and_misplaced_numbers():
+    assert float((to_goom(1) * 10**30).log_abs) == pytest.approx(30 * np.log(10))
+    with pytest.raises(TypeError, match="numbers: a Goom; convert it to floats with from_goom"):
+        to_goom(to_goom(1.0))
 
 
 def test_operators_and_indices():

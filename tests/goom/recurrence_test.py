@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.export import export, symbolic_shape
 
-from heinsen_jax.goom.recurrence import CHUNK, DenseState, dense_recurrence
+from heinsen_jax.goom.recurrence import DenseState, dense_recurrence
 
 HEADS, SIZE = 2, 5
 
@@ -21,11 +22,11 @@ def draw(length: int, gain: float, seed: int = 0) -> tuple[np.ndarray, ...]:
 def states_of(inputs: np.ndarray, transition: np.ndarray, initial: np.ndarray) -> np.ndarray:
     """x `[*B, T, N, K]` in extended precision, whose exponents have 15 bits."""
     inputs, transition, state = (x.astype(np.longdouble) for x in (inputs, transition, initial))
-    states = []
-    for step in np.moveaxis(inputs, -3, 0):
-        state = state @ transition + step
-        states.append(state)
-    return np.stack(states, -3)
+    states = np.empty_like(inputs)
+    for t in range(inputs.shape[-3]):
+        state = state @ transition + inputs[..., t, :, :]
+        states[..., t, :, :] = state
+    return states
 
 
 def normed(states: np.ndarray) -> np.ndarray:
@@ -33,13 +34,14 @@ def normed(states: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("gain", [0.99, 1.9, 0.1])
-@pytest.mark.parametrize("length", [1, 7, 3 * CHUNK + 5, pytest.param(700, id="far")])
+@pytest.mark.parametrize("length", [0, 1, 7, pytest.param(700, id="far")])
 def test_outputs_and_state(gain, length):
     """A gain of 1.9 leads to 1.9^700 = exp(449), beyond floats."""
     arrays = draw(length, gain)
     y, state = jax.jit(dense_recurrence, static_argnames="return_state")(*arrays, return_state=True)
     states = states_of(*arrays)
     np.testing.assert_allclose(y, normed(states), atol=1e-4)
+    states = states if length else np.broadcast_to(arrays[-1], (2, 1, HEADS, SIZE))
     last = np.ldexp(np.asarray(state.mantissa, np.longdouble), state.exponent)
     np.testing.assert_allclose(normed(last), normed(states[:, -1]), atol=1e-4)
     logs = [np.log(np.abs(x).max(-1)) for x in (last, states[:, -1])]
@@ -59,10 +61,13 @@ def test_directions_that_vanish_beside_others_return():
     np.testing.assert_allclose(y, normed(states_of(steps, grown, first)), rtol=1e-4, atol=1e-30)
 
 
-def test_gradients_with_constant_maxima():
-    inputs, transition, initial = draw(2 * CHUNK + 3, 1.3)
+@pytest.mark.parametrize(("length", "gain", "factor"), [(35, 1.3, 1), (150, 0.5, 0)])
+def test_gradients_with_constant_maxima(length, gain, factor):
+    """Without inputs, a gain of 0.5 leads to states of 2^-150, beyond floats."""
+    inputs, transition, initial = draw(length, gain)
+    arrays = factor * inputs, transition, initial
     cotangent = np.random.default_rng(1).standard_normal(inputs.shape)
-    scale = np.exp(2) / np.abs(states_of(inputs, transition, initial)).max(-1, keepdims=True)
+    scale = np.exp(2) / np.abs(states_of(*arrays)).max(-1, keepdims=True)
 
     def loss(*arrays: jax.Array) -> jax.Array:
         return jnp.sum(cotangent.astype(np.float32) * dense_recurrence(*arrays))
@@ -70,8 +75,9 @@ def test_gradients_with_constant_maxima():
     def definition(*arrays: np.ndarray) -> np.longdouble:
         return np.sum(cotangent * scale * states_of(*arrays))
 
-    arrays = inputs, transition, initial
     for i, gradient in enumerate(jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)):
+        if i == 0 and not factor:
+            continue  # beyond floats itself
         direction = np.random.default_rng(2).standard_normal(gradient.shape)
         values = [
             definition(*arrays[:i], arrays[i] + h * direction, *arrays[i + 1 :])
@@ -104,3 +110,39 @@ def test_segments_begin_with_the_initial_vectors():
     np.testing.assert_allclose(
         np.ldexp(state.mantissa, state.exponent), np.ldexp(last.mantissa, last.exponent), rtol=1e-4
     )
+
+
+def test_a_state_is_of_the_first_segment():
+    inputs, transition, initial = draw(30, 0.9)
+    ids = np.repeat([[0, 1]], 15, 1).repeat(2, 0)
+    _, state = dense_recurrence(inputs, transition, initial, return_state=True)
+    y = dense_recurrence(inputs, transition, initial, segment_ids=ids, initial_state=state)
+    first = dense_recurrence(inputs[:, :15], transition, initial, initial_state=state)
+    second = dense_recurrence(inputs[:, 15:], transition, initial)
+    np.testing.assert_allclose(y, np.concatenate([first, second], 1), atol=1e-5)
+
+
+def test_half_precision_is_computed_in_float32():
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in draw(20, 0.9)]
+    y = dense_recurrence(*arrays)
+    assert y.dtype == jnp.bfloat16
+    wanted = dense_recurrence(*(x.astype(jnp.float32) for x in arrays))
+    np.testing.assert_allclose(y.astype(np.float32), wanted, atol=0.02)
+    mixed = dense_recurrence(arrays[0], arrays[1].astype(jnp.float32), arrays[2])
+    np.testing.assert_array_equal(mixed, y)
+
+
+def test_vectors_beyond_the_exponents_are_nan():
+    inputs, transition = np.ones((3, 1, 2), np.float32), np.diag([1e38, 1.0]).astype(np.float32)
+    large = DenseState(jnp.full((1, 2), 0.5), jnp.full((1, 2), (1 << 29) - 10))
+    y = dense_recurrence(inputs, transition, inputs[0], initial_state=large)
+    assert np.isnan(y).all()
+
+
+def test_a_symbolic_batch_is_exported():
+    (batch,) = symbolic_shape("b")
+    arrays = draw(20, 0.9)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    shapes[0] = jax.ShapeDtypeStruct((batch, *arrays[0].shape[1:]), np.float32)
+    exported = export(jax.jit(dense_recurrence))(*shapes)
+    np.testing.assert_allclose(exported.call(*arrays), dense_recurrence(*arrays), atol=1e-6)

@@ -293,8 +293,8 @@ OPS_FAULTS = {
     ),
     "a choice by the mildest row of a batch": Fault(
         "heinsen_jax/ops/choice.py",
-        "first_safe(jnp.max(excess, 0))",
-        "first_safe(jnp.min(excess, 0))",
+        "first_safe(jnp.max(excess, 0, initial=0))",
+        "first_safe(jnp.min(excess, 0, initial=0))",
         ("tests/ops/choice_test.py",),
     ),
     "a causal mask of softmax off by one": Fault(

@@ -1,12 +1,12 @@
 """Chains of matrix products and Lyapunov exponents, by floats and by logarithms.
 
-    python benchmarks/goom.py
+    python benchmarks/goom.py [--long]
 
 For products of random matrices, whose elements are standard normal: the number of products that are
 finite and not 0, the time of one product in a chain, and the errors of the logarithms of the last
 product, relative to a chain in float64 that is scaled after each product, and the memory that a
 chain adds. For the Lorenz system, the time and the exponents of a sequence of QR decompositions and
-of `lyapunov_exponents`.
+of `lyapunov_exponents`. With `--long`, the time and the memory of longer chains instead.
 
 The authors' chains are measured in the same process if their packages for PyTorch are installed:
 
@@ -33,6 +33,7 @@ from heinsen_jax.runtime.environment import environment
 
 CHAINS = {16: 100_000, 128: 2000}
 """Products by the size of a matrix."""
+LONG_CHAINS = {16: 1_000_000, 128: 10_000}
 REPEATS = 3
 AUTHORS = "torch", "generalized_orders_of_magnitude", "torch_parallel_scan"
 
@@ -137,6 +138,27 @@ def measure_chains() -> list[dict[str, Any]]:
     return rows
 
 
+def measure_long_chains() -> list[dict[str, Any]]:
+    rows = []
+    for size, length in LONG_CHAINS.items():
+        matrices = jax.random.normal(jax.random.key(0), (length, size, size))
+        for name in ("sequential", "parallel"):
+            chain = jax.jit(partial(chain_products, return_all=False, implementation=name))
+            call = partial(chain, matrices)
+            rows.append(
+                {
+                    "size": size,
+                    "length": length,
+                    "implementation": name,
+                    "seconds": interleaved_medians({name: call}, 1)[name],
+                    "added_bytes": added_memory(call),
+                    "largest_log": float(jnp.max(call().log_abs)),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
 def lorenz_jacobians(length: int, dt: float) -> jax.Array:
     def velocity(p: jax.Array) -> jax.Array:
         x, y, z = p
@@ -179,6 +201,10 @@ def measure_exponents(length: int = 100_000, dt: float = 0.01) -> dict[str, Any]
 
 
 def main() -> int:
+    if "--long" in sys.argv:
+        record = {"environment": environment(), "chains": measure_long_chains()}
+        (ROOT / "benchmarks/results/goom_long.json").write_text(json.dumps(record, indent=2) + "\n")
+        return 0
     installed = all(map(importlib.util.find_spec, AUTHORS))
     record = {
         "environment": environment(),

@@ -51,7 +51,7 @@ def test_logits_are_split_by_the_vocabulary_of_the_embedding():
 def test_split_tokens_need_states_that_merge():
     y, _ = streamed(random_layer("linear"), array((4, 16, MODEL_DIM), "a", "b"))
     assert y.sharding.spec == PartitionSpec("a", "b", None)
-    with pytest.raises(NotImplementedError, match="SoftmaxAttention is not mergeable"):
+    with pytest.raises(NotImplementedError, match="SoftmaxAttention: no capability 'mergeable'"):
         streamed(random_layer("softmax"), array((4, 16, MODEL_DIM), "a", "b"))
 
 

@@ -36,6 +36,11 @@ def henon(p):
     return jnp.array([1 - 1.4 * x**2 + y, 0.3 * x])
 
 
+def lozi(p):
+    x, y = p
+    return jnp.array([1 - 1.7 * jnp.abs(x) + 0.5 * y, x])
+
+
 def jacobians(step, start, length):
     start = jax.lax.fori_loop(0, 2000, lambda _, x: step(x), jnp.array(start))
     _, points = jax.lax.scan(lambda x, _: (step(x), x), start, None, length=length)
@@ -47,6 +52,7 @@ SYSTEMS = {
     "Lorenz": (runge_kutta(lorenz, 0.01), (1.0, 1.0, 20.0), 0.01, (0.9056, 0, -14.5723), 0.015),
     "Roessler": (runge_kutta(roessler, 0.02), (1.0, 1.0, 0.0), 0.02, (0.0714, 0, -5.3943), 0.01),
     "Henon": (henon, (0.1, 0.1), 1.0, (0.41922, -1.62319), 0.004),
+    "Lozi": (lozi, (0.1, 0.1), 1.0, (0.47023, -1.16338), 0.004),
     "logistic": (lambda x: 4 * x * (1 - x), (0.3,), 1.0, (math.log(2),), 1e-3),
 }
 

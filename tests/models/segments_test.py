@@ -133,7 +133,13 @@ def test_a_stream_continues_the_first_segment_and_returns_the_last():
 @pytest.mark.parametrize(
     ("name", "fields", "keywords", "error", "message"),
     [
-        ("longformer", {}, {}, NotImplementedError, "LongformerAttention is not segments"),
+        (
+            "longformer",
+            {},
+            {},
+            NotImplementedError,
+            "no capability 'segments'",
+        ),
         ("softmax", {}, {"return_state": True}, NotImplementedError, "unsupported with a state"),
         (
             "log",

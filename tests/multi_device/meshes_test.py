@@ -77,4 +77,4 @@ def test_layers_pack_and_stream_over_devices_or_raise(mechanisms):
     for name, errors in found["errors"].items():
         assert errors["packed"] < 1e-9, (name, errors)
         assert errors["streamed"] < 1e-9, (name, errors)
-    assert "SoftmaxAttention is not mergeable" in found["refusal"]
+    assert "SoftmaxAttention: no capability 'mergeable'" in found["refusal"]

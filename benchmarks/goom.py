@@ -36,6 +36,17 @@ CHAINS = {16: 100_000, 128: 2000}
 LONG_CHAINS = {16: 1_000_000, 128: 10_000}
 REPEATS = 3
 AUTHORS = "torch", "generalized_orders_of_magnitude", "torch_parallel_scan"
+HAS_AUTHORS = all(map(importlib.util.find_spec, AUTHORS))
+
+
+def last_products(matrices: jax.Array) -> dict[str, Callable[[], Any]]:
+    """Compiled chains of these matrices, by implementation."""
+    return {
+        name: partial(
+            jax.jit(partial(chain_products, return_all=False, implementation=name)), matrices
+        )
+        for name in ("sequential", "parallel")
+    }
 
 
 def with_floats(matrices: jax.Array) -> jax.Array:
@@ -66,7 +77,7 @@ def logs_of_scaled_floats(matrices: np.ndarray) -> np.ndarray:
 
 def authors_chains(matrices: np.ndarray) -> dict[str, Callable[[], Any]]:
     """The authors' chains of complex logarithms in PyTorch, without gradients, if installed."""
-    if not all(map(importlib.util.find_spec, AUTHORS)):
+    if not HAS_AUTHORS:
         return {}
     torch, goom, scan = map(importlib.import_module, AUTHORS)
     given = torch.from_numpy(matrices.copy())
@@ -98,12 +109,7 @@ def measure_chains() -> list[dict[str, Any]]:
     for size, length in CHAINS.items():
         matrices = jax.random.normal(jax.random.key(0), (length, size, size))
         wanted = logs_of_scaled_floats(np.asarray(matrices))
-        chains = {
-            name: partial(
-                jax.jit(partial(chain_products, return_all=False, implementation=name)), matrices
-            )
-            for name in ("sequential", "parallel")
-        }
+        chains = last_products(matrices)
         authors = authors_chains(np.asarray(matrices))
         ways = {"float32": partial(jax.jit(with_floats), matrices), **chains, **authors}
         reached = {"float32": length_reached(matrices)}
@@ -142,9 +148,7 @@ def measure_long_chains() -> list[dict[str, Any]]:
     rows = []
     for size, length in LONG_CHAINS.items():
         matrices = jax.random.normal(jax.random.key(0), (length, size, size))
-        for name in ("sequential", "parallel"):
-            chain = jax.jit(partial(chain_products, return_all=False, implementation=name))
-            call = partial(chain, matrices)
+        for name, call in last_products(matrices).items():
             rows.append(
                 {
                     "size": size,
@@ -205,10 +209,9 @@ def main() -> int:
         record = {"environment": environment(), "chains": measure_long_chains()}
         (ROOT / "benchmarks/results/goom_long.json").write_text(json.dumps(record, indent=2) + "\n")
         return 0
-    installed = all(map(importlib.util.find_spec, AUTHORS))
     record = {
         "environment": environment(),
-        "torch": metadata.version("torch") if installed else None,
+        "torch": metadata.version("torch") if HAS_AUTHORS else None,
         "chains": measure_chains(),
         "lorenz": measure_exponents(),
     }

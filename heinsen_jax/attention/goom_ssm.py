@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
-from heinsen_jax.attention.parameters import (
-    LayerOptions,
-    linear,
-    orthogonal,
-    parameter,
-    uniform,
-)
+from heinsen_jax.attention.parameters import LayerOptions, linear, orthogonal, parameter, uniform
 from heinsen_jax.goom.recurrence import DenseState, dense_recurrence
 from heinsen_jax.goom.wide import Wide
 from heinsen_jax.typing import Features, config_dataclass
@@ -91,10 +85,6 @@ class GoomSSM(Attention[GoomSSMConfig, DenseState]):
         return self.output(jax.nn.glu(self.readout(read) + self.skip(x))), after
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> DenseState:
-        state = Wide.of(self.initial[...].astype(self.sums_dtype))
-        return DenseState(
-            *(
-                jnp.broadcast_to(leaf, (*batch_shape, *leaf.shape))
-                for leaf in (state.mantissa, state.exponent)
-            )
-        )
+        initial = self.initial[...].astype(self.sums_dtype)
+        state = Wide.of(jnp.broadcast_to(initial, (*batch_shape, *initial.shape)))
+        return DenseState(state.mantissa, state.exponent)

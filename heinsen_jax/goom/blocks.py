@@ -43,7 +43,7 @@ def products(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]
         limits = jnp.finfo(state.mantissa.dtype)
         margin = limits.minexp + 2 * limits.nmant
         tier = first_safe((margin - lax.stop_gradient(least)).astype(limits.dtype)[None])
-        exact = partial(_exact, keep=keep)
+        exact = jax.checkpoint(partial(_exact, keep=keep))  # or it stores its residuals
         return lax.switch(tier, (lambda: columns, lambda: exact(Wide.of(matrices), state)))
 
     last, states = lax.scan(step, start, blocks)

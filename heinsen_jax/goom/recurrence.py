@@ -45,16 +45,15 @@ def dense_recurrence(
     least float32.
 
     Args:
-      inputs: u.
-      transition: A.
-      initial: x_0, before the first token of each segment.
-      segment_ids: segments, which are runs of equal ids.
-      initial_state: the state before the first token, instead of `initial`. The first segment
-        continues it; later segments begin with `initial`.
+      inputs: u `[*B, T, N, K]`.
+      transition: A `[K, K]`.
+      initial: x_0 `[N, K]`, before the first token of each segment.
+      segment_ids: `[*B, T]`; segments are runs of equal ids.
+      initial_state: x_0 `[*B, N, K]` of the first segment, instead of `initial`.
       return_state: whether to return the state after the last token, too.
 
     Returns:
-      y, or the pair (y, state).
+      y `[*B, T, N, K]` in the dtype of u, or the pair (y, state).
     """
     dtype = jnp.promote_types(inputs.dtype, jnp.float32)
     matrix, first = Wide.of(transition.astype(dtype)), Wide.of(initial.astype(dtype))

@@ -75,11 +75,12 @@ class Wide:
     def scaled(self, exponent: Array) -> Array:
         """Floats relative to 2^exponent, which is at least their own exponent."""
         dtype = self.mantissa.dtype
-        # a 0 may have a larger one; this limits its cotangent to 3/4 of the range
-        above = jnp.where(self.mantissa == 0, jnp.finfo(dtype).maxexp * 3 // 4, 0)
-        return self.mantissa * power_of_2(jnp.minimum(self.exponent - exponent, above), dtype)
+        # only a 0 may have a larger one; this limits its cotangent to 3/4 of the range
+        limit = jnp.finfo(dtype).maxexp * 3 // 4
+        return self.mantissa * power_of_2(jnp.minimum(self.exponent - exponent, limit), dtype)
 
     def sum(self, axis: int) -> Wide:
+        """The sum over an axis."""
         largest = self.largest(axis)
         return normal(jnp.sum(self.scaled(largest), axis), jnp.squeeze(largest, axis))
 

@@ -214,8 +214,8 @@ def gated_delta_rule(
       log_decay: g <= 0 `[*B, T, N]`, or by key feature `[*B, T, N, K]`; 0 when None.
       erase: b `[*B, S, N]` or `[*B, S, N, K]`; 0 when None, and no linear system is solved.
       write: w `[*B, S, N]` or `[*B, S, N, V]`; 1 when None.
-      erase_key: e `[*B, S, G, K]`; needs `erase`. When None, the
-        first formula: erased along k, with b on the right factor.
+      erase_key: e `[*B, S, G, K]`; needs `erase`. When None, the first formula: erased along
+        k, with b on the right factor.
       num_steps: M.
       scale: factor of the output; 1 / sqrt(K) when None.
       segment_ids: `[*B, T]`, integers: each run of equal ids is independent of the others.

@@ -133,13 +133,7 @@ def test_a_stream_continues_the_first_segment_and_returns_the_last():
 @pytest.mark.parametrize(
     ("name", "fields", "keywords", "error", "message"),
     [
-        (
-            "longformer",
-            {},
-            {},
-            NotImplementedError,
-            "no capability 'segments'",
-        ),
+        ("longformer", {}, {}, NotImplementedError, "no capability 'segments'"),
         ("softmax", {}, {"return_state": True}, NotImplementedError, "unsupported with a state"),
         (
             "log",

@@ -69,9 +69,9 @@ def log_attention(
 
     Q, K and V are the queries, keys and values of one head, Y its outputs; t is the token of a
     query, s the token of a key, and k one of the key_depth features. LSE is log-sum-exp: LSE_k
-    over features, LSE_s over tokens. (H_S, H_Z) is the state: H_S has an
-    entry for each key feature and value feature, H_Z one for each key feature. s runs over the
-    tokens up to and including t if causal (4), otherwise over all tokens.
+    over features, LSE_s over tokens. (H_S, H_Z) is the state: H_S has an entry for each key feature
+    and value feature, H_Z one for each key feature. s runs over the tokens up to and including t if
+    causal (4), otherwise over all tokens.
 
     The result is log Y, the input of later layers. No scale 1/sqrt(key_depth) is applied, and the
     op has no parameters. Finite for every finite input. Sums and states are float32

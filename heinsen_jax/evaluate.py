@@ -1,4 +1,4 @@
-"""Evaluate a trained model on a validation split, or on tasks of the lm-evaluation-harness.
+"""Evaluate a trained model on held-out text, or on tasks of the lm-evaluation-harness.
 
 python -m heinsen_jax.evaluate --workdir runs/quickstart [--data CORPUS]
 python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--include-path FOLDER]
@@ -12,7 +12,7 @@ from typing import cast
 from heinsen_jax import data as text
 from heinsen_jax.config.load import load_config
 from heinsen_jax.data import DataConfig, Dataset, Tokenizer
-from heinsen_jax.data.sources import DEFAULT_COLUMN
+from heinsen_jax.data.sources import DEFAULT_COLUMN, HeldOut
 from heinsen_jax.errors import (
     MissingExtra,
     UserError,
@@ -45,9 +45,12 @@ class Options(InferenceOptions):
     lm-evaluation-harness."""
 
     data: str | None = None
-    """A named corpus, a prepared folder or data with published splits, whose validation split is
+    """A named corpus, a prepared folder or data with published splits, of which a split is
     evaluated; or any other input of training, evaluated completely unless the run was trained on
     it; the run's data when None."""
+    split: HeldOut | None = None
+    """validation or test, which the data has after training with `data.test_fraction`; validation
+    when None."""
     sequence_length: int | None = None
     """Sequence length, in tokens; the run's when None."""
     max_batches: int | None = None
@@ -78,7 +81,7 @@ def main() -> None:
 
 def _evaluate(options: Options) -> None:
     output = options.output
-    of_text = "data", "sequence_length", "max_batches", "text_column"
+    of_text = "data", "split", "sequence_length", "max_batches", "text_column"
     of_tasks = "include_path", "limit", "output", "num_fewshot", "batch_size"
     for name in of_text if options.tasks else of_tasks:
         if (value := getattr(options, name)) is not None:
@@ -99,6 +102,7 @@ def _evaluate(options: Options) -> None:
 def _run_text(options: Options) -> None:
     workdir, data, sequence_length = options.workdir, options.data, options.sequence_length
     text_column, max_batches = options.text_column, options.max_batches
+    name = options.split or "validation"
     if text_column is not None and data is None:
         raise UserError(f"--text-column {text_column} needs --data; leave it out")
     check_count("--max-batches", max_batches)
@@ -126,15 +130,16 @@ def _run_text(options: Options) -> None:
         dataset,
         settings,
         masked_fraction=experiment.training.masked_fraction,
+        split=name,
         loss_by_position=experiment.training.loss_by_position,
         max_batches=max_batches,
     )
     what = dataset.name
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):
-        split = dataset.manifest.splits["validation"]
+        split = dataset.manifest.splits[name]
         what = f"{settings.corpus}, {split.tokens:,} tokens"
         if dataset.manifest.split != "validation":
-            what = f"the validation text of {what}"
+            what = f"the {name} text of {what}"
     if max_batches is not None:
         what += f", of which the first {max_batches} batches"
     lines = [f"{workdir}, step {step}, on {what}:", *(f"  {line}" for line in documents)]
@@ -148,7 +153,9 @@ def _of_data(settings: DataConfig, data: str, text_column: str) -> tuple[DataCon
     own = next((name for name in trained if _same(data, name)), None)
     settings = replace(settings, corpus=own or data, mixture=None, mixture_stages=())
     if own is None:
-        settings = replace(settings, validation_fraction=None, text_column=text_column)
+        settings = replace(
+            settings, validation_fraction=None, test_fraction=0.0, text_column=text_column
+        )
     return settings, own is None
 
 

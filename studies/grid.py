@@ -36,6 +36,8 @@ Config = TypeVar("Config", bound=DataclassInstance)
 
 ADDED = {"distillation"}
 """Sections that earlier versions did not have, which the fingerprint leaves out by default."""
+MEASURED_AFTER = {"test_examples"}
+"""Fields that affect neither training nor validation, which the fingerprint leaves out."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Study:
         override fields of earlier ones.
       metric: the compared metric of the last evaluation. The largest accuracy is the best, and the
         smallest value of any other metric; among equals, the run with the smallest loss.
+      selected_by: the metric by which values of tuned axes are chosen; `metric` by default. Data
+        with a test split have metrics of both splits, such as `loss` of validation, which should
+        choose, and `test_loss`, which should be reported.
       tuned: axes of which only the best value is reported, such as learning rates.
       search: which tuned values are run with the first seed: all ("grid"), or those that lead to
         the best ("neighbors"). The latter is for one tuned axis whose labels are in order, such as
@@ -75,6 +80,7 @@ class Study:
     base: ExperimentConfig
     axes: Axes
     metric: str = "loss"
+    selected_by: str | None = None
     tuned: tuple[str, ...] = ("learning_rate",)
     search: Literal["grid", "neighbors"] = "grid"
     seeds: str = "seed"
@@ -108,10 +114,16 @@ class Study:
             except ValueError as error:
                 raise ValueError(f"plots of {self.title!r}: {error}") from None
 
+    @property
+    def selection_metric(self) -> str:
+        """The metric by which values of tuned axes are chosen."""
+        return self.selected_by or self.metric
+
     def named_metrics(self) -> list[tuple[str, str]]:
         """The fields that name metrics, each with a metric."""
         return [
             ("metric", self.metric),
+            ("selected_by", self.selection_metric),
             *(("reached", name) for name, _ in filter(None, [self.reached])),
             *(("extra_metrics", name) for name in self.extra_metrics),
             *(("plots", name) for plot in self.plots for name in plot.metrics),
@@ -212,7 +224,8 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all settings that are not defaults, which identifies the result of the run.
+        """Hash of the settings of training and validation that are not defaults, which identifies
+        the result of the run.
 
         New settings do not change it; after a change of a default, or of the meaning of a setting,
         studies must be repeated.
@@ -248,7 +261,7 @@ def _chosen(config: DataclassInstance) -> dict[str, JSON]:
     chosen: dict[str, JSON] = {"of": type(config).__name__}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in ADDED and value == field.default:
+        if field.name in MEASURED_AFTER or (field.name in ADDED and value == field.default):
             continue
         if dataclasses.is_dataclass(type(value)):
             chosen[field.name] = _chosen(value)

@@ -15,12 +15,13 @@ from studies.records import Comparison, is_larger_better
 
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
+    "longest_state_bytes": "state size after the longest sequence (bytes)",
     "parameters": "parameters",
     "tokens": "training tokens",
     "flops": "training FLOPs",
 }
 BARS = "bars: from the lowest to the highest seed"
-Cost = Literal["state_bytes", "parameters", "tokens", "flops"]
+Cost = Literal["state_bytes", "longest_state_bytes", "parameters", "tokens", "flops"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +247,12 @@ class PositionPlot(LinePlot):
     Attributes:
       length: length of their longest sequences.
       position_unit: unit of the positions.
+      metric: the metric, "loss" or "test_loss".
     """
 
     length: int
     position_unit: str = "tokens"
+    metric: str = "loss"
 
     def check(self, compared: Mapping[str, Collection[str]], base: ExperimentConfig) -> None:
         super().check(compared, base)
@@ -260,8 +263,9 @@ class PositionPlot(LinePlot):
             )
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        metrics = {end: f"loss_{self.length}_at_{end}" for end in bucket_ends(self.length)}
-        return self.curves(axes, results, "loss", f"position ({self.position_unit})", metrics)
+        ends = bucket_ends(self.length)
+        metrics = {end: f"{self.metric}_{self.length}_at_{end}" for end in ends}
+        return self.curves(axes, results, self.metric, f"position ({self.position_unit})", metrics)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ class Points(LinePlot):
 
     Attributes:
       y: a metric.
-      x: "state_bytes", "parameters", "tokens" or "flops"; results without it are omitted.
+      x: "state_bytes", "longest_state_bytes", "parameters", "tokens" or "flops"; results without it
+        are omitted.
       frontier: whether to draw the best value that is attained with at most a cost (the Pareto
         frontier), and to name only its lines and the highlighted ones; others are gray points.
     """

@@ -13,11 +13,12 @@ from heinsen_jax.runtime.environment import Environment
 class RunRecord(TypedDict):
     """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
 
-    `tokens` counts all updates, `flops` counts all tokens, and `curve` has the metrics of each
-    evaluation by the number of updates before it; earlier versions recorded none of them. `content`
-    are hashes of the data and of the weights of the teacher, if any; earlier versions recorded
-    none. `before` has the metrics of each earlier stage, on one batch. `seconds` counts from the
-    last start or resumption of the run.
+    Metrics of the test split, if the data have one, begin with `test_`. `longest_state_bytes` is
+    the state after a sequence of the longest test length. `tokens` counts all updates, `flops`
+    counts all tokens, and `curve` has the metrics of each evaluation by the number of updates
+    before it; earlier versions recorded none of them. `content` are hashes of the data and of the
+    weights of the teacher, if any; earlier versions recorded none. `before` has the metrics of each
+    earlier stage, on one batch. `seconds` counts from the last start or resumption of the run.
     """
 
     labels: NotRequired[dict[str, str]]
@@ -28,6 +29,7 @@ class RunRecord(TypedDict):
     failed: NotRequired[str]
     parameters: int
     state_bytes: int
+    longest_state_bytes: NotRequired[int]
     tokens: NotRequired[int]
     flops: NotRequired[float]
     curve: NotRequired[dict[str, dict[str, float]]]
@@ -104,7 +106,7 @@ def check_measured(
 
 def is_larger_better(metric: str) -> bool:
     """Whether larger values of a metric are better: accuracies, not losses."""
-    return metric.startswith("accuracy")
+    return "accuracy" in metric.split("_")
 
 
 def table(

@@ -76,7 +76,9 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
     if tuned:
         names = " and ".join(map(_words, tuned))
         chosen = f"Each row has the {names} that was the best with the first seed"
-        if is_larger_better(study.metric):
+        if study.selection_metric != study.metric:
+            chosen += f", by {_words(study.selection_metric)} of validation"
+        if is_larger_better(study.selection_metric):
             chosen += " (the smallest loss decided between equals)"
         how = "all were run"
         if study.search == "neighbors":

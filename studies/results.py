@@ -37,8 +37,14 @@ class Recorded:
     def of(self, run: Run) -> RunRecord | None:
         return self._records.get(run.fingerprint)
 
-    def unfinished(self, runs: Sequence[Run]) -> list[Run]:
-        return [run for run in runs if self.of(run) is None]
+    def unfinished(self, runs: Sequence[Run], metric: str | None = None) -> list[Run]:
+        """The runs without a record, or with one that lacks a metric."""
+
+        def is_finished(record: RunRecord | None) -> bool:
+            metrics = (record or {}).get("metrics")
+            return record is not None and (metric is None or not metrics or metric in metrics)
+
+        return [run for run in runs if not is_finished(self.of(run))]
 
     def reuse(self, other: "Recorded", runs: Sequence[Run]) -> None:
         """Add the records of unfinished runs that another file has."""
@@ -47,10 +53,16 @@ class Recorded:
                 self.add(run, {**record, "labels": run.labels})
 
     def add(self, run: Run, record: RunRecord) -> None:
+        is_new = run.fingerprint not in self._records
         record = {"labels": run.labels, "fingerprint": run.fingerprint, **record}
         self._records[run.fingerprint] = record
-        with storage_errors(self._path.parent), self._path.open("a") as file:
-            file.write(f"{self._separator}{json.dumps(record)}\n")
+        with storage_errors(self._path.parent):
+            if not is_new:
+                lines = (f"{json.dumps(record)}\n" for record in self._records.values())
+                write_atomically(self._path, "".join(lines).encode())
+                return
+            with self._path.open("a") as file:
+                file.write(f"{self._separator}{json.dumps(record)}\n")
             self._separator = ""
 
 
@@ -67,11 +79,12 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
 
 
 def rank(study: Study, recorded: Recorded, run: Run) -> tuple[float, float]:
-    """The run's metric, negated if smaller is better, and its negated loss, which decides between
-    equal metrics, such as accuracies of 1. Both are -inf if it diverged or is unfinished."""
+    """The metric that selects runs, negated if smaller is better, and the negated loss, which
+    decides between equal metrics, such as accuracies of 1. Both are -inf if the run diverged or is
+    unfinished."""
     metrics = (recorded.of(run) or {}).get("metrics", {})
-    sign = 1 if is_larger_better(study.metric) else -1
-    values = sign * metrics.get(study.metric, math.nan), -metrics.get("loss", math.nan)
+    sign = 1 if is_larger_better(study.selection_metric) else -1
+    values = sign * metrics.get(study.selection_metric, math.nan), -metrics.get("loss", math.nan)
     best, other = (x if math.isfinite(x) else -math.inf for x in values)
     return best, other
 

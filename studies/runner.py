@@ -19,7 +19,7 @@ from studies.grid import Run, Study, describe
 from studies.plots import draw
 from studies.records import RunRecord, check_measured
 from studies.report import paragraphs, plot_files
-from studies.results import RESULTS_FILE, Recorded, results_of
+from studies.results import RESULTS_FILE, Recorded, best_of, results_of
 from studies.runs import check_content, content_of, costs, folder_name
 from studies.schedule import schedule
 
@@ -38,7 +38,8 @@ def run_study(
     """Run the unfinished runs of a study, and write its report.
 
     Tuned values are run with the first seed, as `search` says, and the best of each comparison with
-    the other seeds, unless all of them diverged.
+    the other seeds, unless all of them diverged. The best are run again if their records have only
+    the metric that selects, such as earlier ones, before the data had a test split.
 
     Args:
       study: the study.
@@ -86,7 +87,8 @@ def _run_study(
         task = progress.add_task("")
         while True:
             first, others = schedule(study, recorded)
-            left = recorded.unfinished(first) or recorded.unfinished(others)
+            selected = [run for runs in best_of(study, recorded) for run in runs]
+            left = recorded.unfinished(first) or recorded.unfinished(selected, study.metric)
             if report_only or not left:
                 break
             runs = [*first, *others]
@@ -104,7 +106,7 @@ def _run_study(
 
 
 def _metric(study: Study, record: RunRecord) -> float:
-    fields = ("metric", "reached")
+    fields = ("metric", "selected_by", "reached")
     named = [(field, name) for field, name in study.named_metrics() if field in fields]
     check_measured(study.title, named, [record])
     return record.get("metrics", {})[study.metric]

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import jax
 import pydantic
@@ -21,10 +21,13 @@ from flax import nnx
 
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, as_json
-from heinsen_jax.data import DataConfig, TextDataset
+from heinsen_jax.data import DataConfig, Dataset, TextDataset
 from heinsen_jax.errors import UserError, failure, parse_json
 from heinsen_jax.models import LanguageModel, flops_per_token
+from heinsen_jax.objectives.documents import resolve_documents
+from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.runs.folder import CHECKPOINT_FOLDER, RunFolder
+from heinsen_jax.runs.load import load_model
 from heinsen_jax.runs.metrics_file import read_evaluations
 from heinsen_jax.runs.record import SAVED_FILE, Sections
 from heinsen_jax.runtime import on_ray
@@ -70,7 +73,7 @@ def run_one(stages: Sequence[Sections], workdir: Path) -> RunRecord:
         check_content(_read(workdir / CONTENT_FILE) or content, content, str(workdir))
         write_atomically(workdir / CONTENT_FILE, json.dumps(content).encode())
         finished = _read(workdir / RECORD_FILE)
-        if finished is None:
+        if finished is None or _lacks_tests(configs[-1], finished):
             finished = _measured(configs, workdir)
             finished["content"] = content
             write_atomically(workdir / RECORD_FILE, json.dumps(finished).encode())
@@ -87,7 +90,8 @@ def _folders(workdir: Path, number: int) -> list[Path]:
 
 
 def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
-    """The record of a run. Stages before the last are evaluated on one batch only."""
+    """The record of a run. Stages before the last are evaluated on one batch only, and the test
+    split, if any, after the last."""
     *earlier, last = stages
     stages = [replace(x, training=replace(x.training, evaluation_batches=1)) for x in earlier]
     stages.append(last)
@@ -97,6 +101,7 @@ def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
             for folder, config in zip(_folders(workdir, len(stages)), stages, strict=True):
                 metrics.append(_trained(config, folder, start))
                 start = folder
+            metrics[-1] |= _tested(last, workdir)
         except Diverged as error:
             failed = str(error)
     seconds = round(time.monotonic() - begin, 1)
@@ -121,6 +126,28 @@ def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dic
     if ended.signal is not None:
         raise Stopped
     return ended.metrics
+
+
+def _lacks_tests(config: ExperimentConfig, record: RunRecord) -> bool:
+    """Whether a record was made before its data had a test split."""
+    metrics = record.get("metrics", {"test_loss": 0.0})
+    return "test_loss" not in metrics and data.load(config.data).has_test
+
+
+def _tested(config: ExperimentConfig, workdir: Path) -> dict[str, float]:
+    """The metrics of a trained model on the whole test split, if the data have one."""
+    dataset = cast(Dataset, data.load(config.data))
+    if not dataset.has_test:
+        return {}
+    metrics = evaluate_model(
+        load_model(workdir, best=False)[0],
+        dataset,
+        resolve_documents(config.data, dataset, config.model)[0],
+        masked_fraction=config.training.masked_fraction,
+        split="test",
+        loss_by_position=config.training.loss_by_position,
+    )
+    return {f"test_{name}": value for name, value in metrics.items()}
 
 
 def _read(path: Path) -> Any:
@@ -165,14 +192,15 @@ def check_content(then: Mapping[str, str], now: Mapping[str, str], where: str) -
 class Costs(TypedDict):
     parameters: int
     state_bytes: int
+    longest_state_bytes: int
     tokens: int
     flops: NotRequired[float]
 
 
 def costs(*stages: ExperimentConfig) -> Costs:
-    """Number of parameters, bytes of state after a sequence of the training length, and tokens and
-    model FLOPs of all updates of all stages. FLOPs are left out with a teacher, or if the FLOPs of
-    a mechanism are not counted."""
+    """Number of parameters, bytes of state after a sequence of the training length and of the
+    longest one, and tokens and model FLOPs of all updates of all stages. FLOPs are left out with a
+    teacher, or if the FLOPs of a mechanism are not counted."""
     config = stages[-1]
     model = LanguageModel.abstract(config.model)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -181,6 +209,7 @@ def costs(*stages: ExperimentConfig) -> Costs:
     known: Costs = {
         "parameters": parameters,
         "state_bytes": model.state_size(length),
+        "longest_state_bytes": model.state_size(config.data.longest),
         "tokens": tokens,
     }
     flops = flops_per_token(config.model, parameters, length)

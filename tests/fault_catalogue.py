@@ -920,7 +920,7 @@ TRAINING_FAULTS = {
     ),
     "bits per token in place of bits per byte": Fault(
         "heinsen_jax/objectives/evaluation.py",
-        "average.loss / math.log(2) / dataset.bytes_per_token",
+        "average.loss / math.log(2) / size",
         "average.loss / math.log(2)",
         ("tests/objectives/evaluation_test.py",),
     ),
@@ -1137,6 +1137,24 @@ DATA_FAULTS = {
         'yield "train", document.text',
         ("tests/data/prepare_test.py",),
     ),
+    "options chosen by the test split": Fault(
+        "studies/results.py",
+        "values = sign * metrics.get(study.selection_metric, math.nan)",
+        "values = sign * metrics.get(study.metric, math.nan)",
+        ("tests/studies/runner_test.py",),
+    ),
+    "validation metrics in place of those of tests": Fault(
+        "studies/runs.py",
+        '        split="test",\n',
+        "",
+        ("tests/studies/runner_test.py",),
+    ),
+    "validation text in tests": Fault(
+        "heinsen_jax/data/units.py",
+        "number < fraction + self.test_fraction",
+        "number < self.test_fraction",
+        ("tests/data/prepare_test.py",),
+    ),
     "a preparation that begins again": Fault(
         "heinsen_jax/data/prepare.py",
         "left = [unit for unit in units if read_record(unit, output) is None]",
@@ -1169,7 +1187,7 @@ DATA_FAULTS = {
     ),
     "a tokenizer trained on validation text": Fault(
         "heinsen_jax/data/train_tokenizer.py",
-        'if document.split != "validation":',
+        'if document.split in (None, "train"):',
         "if document:",
         ("tests/data/train_tokenizer_test.py",),
     ),
@@ -1181,8 +1199,8 @@ DATA_FAULTS = {
     ),
     "validation examples that are trained on": Fault(
         "heinsen_jax/data/tasks.py",
-        "_Examples(task, (1,))",
-        "_Examples(task, (0, 0))",
+        "_example(self._task, (self._stream,), index)",
+        "_example(self._task, (0, 0), index)",
         ("tests/data/tasks_test.py",),
     ),
     "permutations composed in the other order": Fault(

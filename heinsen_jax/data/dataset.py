@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 
+from heinsen_jax.data.sources import HeldOut
 from heinsen_jax.data.tokenizer_protocol import Tokenizer
 from heinsen_jax.typing import Array
 
@@ -53,7 +54,7 @@ class RowSequence(Sequence[Batch]):
 
 
 class MixedRows(RowSequence):
-    """Validation rows of several sources. Their metrics are means of the sources' metrics by
+    """Held-out rows of several sources. Their metrics are means of the sources' metrics by
     weight, whatever the sizes of the sources.
 
     The rows alternate between the sources in proportion to their sizes, so that the first ones are
@@ -122,9 +123,8 @@ class Dataset(Protocol[Settings_contra]):
         """Number of training tokens; None if unlimited."""
         ...
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes per token of the validation text; None without text."""
+    def bytes_per_token(self, split: HeldOut = "validation") -> float | None:
+        """Bytes per token of the text of a split; None without text."""
         ...
 
     @property
@@ -132,13 +132,24 @@ class Dataset(Protocol[Settings_contra]):
         """Whether rows have labels, instead of the next tokens."""
         ...
 
+    @property
+    def has_test(self) -> bool:
+        """Whether the data set has a test split."""
+        ...
+
     def train_row(self, config: Settings_contra, seed: int) -> Callable[[int], Batch]:
         """Return a function from row numbers, without limit, to training rows; a row depends only
         on the seed and its number."""
         ...
 
-    def validation_rows(self, config: Settings_contra) -> Mapping[str, Sequence[Batch]]:
-        """Validation rows, always the same, by name: "" for rows of the training length, others for
-        further lengths. All rows of a name have one length; padding is masked. `MixedRows` are
-        measured source by source."""
+    def held_out_rows(
+        self, config: Settings_contra, split: HeldOut = "validation"
+    ) -> Mapping[str, Sequence[Batch]]:
+        """Rows of a split that training does not use, always the same, by name: "" for rows of the
+        training length, others for further lengths. All rows of a name have one length; padding is
+        masked. `MixedRows` are measured source by source.
+
+        Raises:
+          UserError: the data set has no such split.
+        """
         ...

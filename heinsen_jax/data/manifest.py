@@ -59,6 +59,7 @@ class Recipe(Record):
     """Tokens before each part of a document in a split."""
     split: SplitKind
     validation_fraction: float | None
+    test_fraction: float = 0.0
     text_column: str = DEFAULT_COLUMN
     inputs: tuple[InputRecord, ...]
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from heinsen_jax.data.config import DataConfig, Documents
 from heinsen_jax.data.dataset import Batch, MixedRows
+from heinsen_jax.data.sources import HeldOut
 from heinsen_jax.data.text import TokenDataset, load_text
 from heinsen_jax.errors import UserError
 
@@ -52,8 +53,9 @@ class MixedDataset:
 
     @property
     def validation_weights(self) -> dict[str, float]:
-        """The weight of each source in validation metrics; their sum is 1. They are the weights of
-        the last stage at all steps, so that the losses of all checkpoints are comparable."""
+        """The weight of each source in metrics of held-out text; their sum is 1. They are the
+        weights of the last stage at all steps, so that the losses of all checkpoints are
+        comparable."""
         weights = self._stages[-1][1]
         total = sum(weights.values())
         return {name: weights.get(name, 0.0) / total for name in self.sources}
@@ -67,11 +69,15 @@ class MixedDataset:
         """None, since the sources have epochs of different lengths."""
         return
 
-    @property
-    def bytes_per_token(self) -> float:
+    def bytes_per_token(self, split: HeldOut = "validation") -> float:
         """The mean of the sources' bytes per token, by `validation_weights`."""
-        weights = self.validation_weights
-        return sum(w * self.sources[name].bytes_per_token for name, w in weights.items() if w)
+        chosen = {name: weight for name, weight in self.validation_weights.items() if weight}
+        return sum(w * self.sources[name].bytes_per_token(split) for name, w in chosen.items())
+
+    @property
+    def has_test(self) -> bool:
+        """Whether all sources have a test split."""
+        return all(source.has_test for source in self.sources.values())
 
     @property
     def content(self) -> bytes:
@@ -126,9 +132,11 @@ class MixedDataset:
 
         return row
 
-    def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
+    def held_out_rows(
+        self, config: DataConfig, split: HeldOut = "validation"
+    ) -> dict[str, Sequence[Batch]]:
         """`MixedRows` of all sources, at each length; and the rows of each source, by its name."""
-        by_source = {name: x.validation_rows(config) for name, x in self.sources.items()}
+        by_source = {name: x.held_out_rows(config, split) for name, x in self.sources.items()}
         weights = self.validation_weights
         mixed = {
             length: MixedRows({name: x[length] for name, x in by_source.items()}, weights)

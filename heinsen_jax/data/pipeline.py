@@ -74,13 +74,13 @@ def validation_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Iterate once, in order, over batches of the data set's `validation_rows`.
+    """Iterate once, in order, over batches of the data set's `held_out_rows` of validation.
 
     All batches have the full shape, and all processes yield the same number; the last batch has
     masked padding. `max_batches` limits the number.
     """
     return row_batches(
-        dataset.validation_rows(config)[name],
+        dataset.held_out_rows(config)[name],
         config,
         max_batches=max_batches,
         process_index=process_index,

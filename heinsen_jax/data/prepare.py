@@ -4,7 +4,8 @@ The inputs are divided into *units* of about 64 MB by a plan that depends only o
 sizes. A pure function converts one unit into shards, and finally writes a record of them. An
 interrupted preparation resumes with the units without a record, and gives the same bytes.
 
-    train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32
+    train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32;
+                                            also test-00000.bin, if texts are left for tests
     unit-00000.json                         its record
     recipe.json                             inputs, tokenizer and split of the data set
     tokenizer.json                          the tokenizer, with one further file
@@ -73,7 +74,7 @@ Executor = Literal["local", "ray"]
 
 _RECIPE_FILE = "recipe.json"
 _OWN_PARTIAL = re.compile(
-    r"((train|validation)-\d{5}\.bin|unit-\d{5}\.json|(recipe|manifest)\.json|tokenizer[a-z_.]*)"
+    r"((train|validation|test)-\d{5}\.bin|unit-\d{5}\.json|(recipe|manifest)\.json|tokenizer[a-z_.]*)"
     r"\.[0-9a-f]{12}\.partial"
 )
 """Names of the partial files of a preparation."""
@@ -85,6 +86,7 @@ def prepare(
     output: str | Path,
     *,
     validation_fraction: float | None = None,
+    test_fraction: float = 0.0,
     split: SplitChoice = "auto",
     text_column: str = DEFAULT_COLUMN,
     downloads: str | Path = "data/downloads",
@@ -99,9 +101,10 @@ def prepare(
       tokenizer: as for `get_tokenizer`.
       output: folder of the data set: new, empty, or made by this function from equal inputs.
       validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
-      split: `tail` uses the end of each document for validation, `document` a random part of the
-        documents, `validation` everything; `auto` is `tail` for one text file or a folder of few,
-        else `document`. Published splits are kept.
+      test_fraction: fraction for tests, which training never reads.
+      split: `tail` uses the end of each document for validation and tests, `document` random
+        documents, `validation` everything for validation; `auto` is `tail` for one text file or a
+        folder of few, else `document`. Published splits are kept.
       text_column: the column of the documents, in inputs that have rows.
       downloads: folder of downloaded corpora.
       executor: `local`, in this process, or `ray`, on a Ray cluster whose nodes share the inputs
@@ -115,7 +118,9 @@ def prepare(
     """
     output = local_path(output, "output")
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
-    rule = _split_rule(split, validation_fraction, [*itertools.chain(*by_input.values())])
+    rule = _split_rule(
+        split, validation_fraction, test_fraction, [*itertools.chain(*by_input.values())]
+    )
     _check_output(output)
     loaded_tokenizer = _tokenizer(tokenizer, output)
     by_input = hashed_sources(by_input)
@@ -142,32 +147,38 @@ def prepare(
 
 
 def _split_rule(
-    choice: SplitChoice, fraction: float | None, sources: Sequence[Source]
+    choice: SplitChoice, fraction: float | None, test_fraction: float, sources: Sequence[Source]
 ) -> SplitRule:
     if all(source.has_published_split for source in sources):
-        if choice != "auto" or fraction is not None:
+        if choice != "auto" or fraction is not None or test_fraction:
             raise UserError(
-                "split and validation_fraction: the input has its own validation text; "
-                "leave both out"
+                "split, validation_fraction and test_fraction: the input has its own validation "
+                "text; leave them out"
             )
         return SplitRule("published", None)
     if choice == "validation":
-        if fraction is not None:
+        if fraction is not None or test_fraction:
             raise UserError(
-                "validation_fraction: unsupported with split=validation, which uses "
-                "all text; leave it out"
+                "validation_fraction and test_fraction: unsupported with split=validation, which "
+                "uses all text; leave them out"
             )
         return SplitRule("validation", None)
     kind = "document"
     are_texts = all(source.kind in get_args(TextKind) for source in sources)
-    wanted = len(sources) * (fraction or DEFAULT_FRACTIONS[kind])
+    smallest = min(filter(None, (fraction or DEFAULT_FRACTIONS[kind], test_fraction)))
+    wanted = len(sources) * smallest
     if choice == "tail" or (choice == "auto" and are_texts and wanted < FEW_DOCUMENTS):
         kind = "tail" if len(sources) == 1 and are_texts else "tails"
     if fraction is None:
         fraction = DEFAULT_FRACTIONS[kind]
     if not 0 < fraction < 1:
         raise UserError(f"validation_fraction={fraction} must lie between 0 and 1, such as 0.01")
-    return SplitRule(kind, fraction)
+    if not 0 <= test_fraction < 1 - fraction:
+        raise UserError(
+            f"test_fraction={test_fraction} must be at least 0, and less than 1 with "
+            f"validation_fraction={fraction}; make it smaller, such as 0.01"
+        )
+    return SplitRule(kind, fraction, test_fraction)
 
 
 def _tokenizer(name: str, output: Path) -> Tokenizer:
@@ -199,6 +210,7 @@ def _recipe(
         start_ids=document_start(tokenizer),
         split=rule.kind,
         validation_fraction=rule.validation_fraction,
+        test_fraction=rule.test_fraction,
         text_column=text_column,
         inputs=tuple(
             InputRecord(
@@ -277,6 +289,7 @@ def _finish(recipe: Recipe, tokenizer: Tokenizer, units: Sequence[Unit], output:
     splits: dict[SplitName, Split] = {
         name: Split.of(tuple(r.shards[name] for r in records if name in r.shards))
         for name in SPLITS
+        if name != "test" or recipe.test_fraction or any(name in r.shards for r in records)
     }
     _check_splits(splits, recipe, output)
     manifest = Manifest(
@@ -297,15 +310,16 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
         return
     for path in output.glob("unit-*.json"):
         path.unlink()
-    if len(empty) == 2:
+    if {"train", "validation"} <= {*empty}:
         names = ", ".join(record.name for record in recipe.inputs)
         raise UserError(f"{names}: contains no text; give a corpus that does")
     names = " + ".join(record.name for record in recipe.inputs)
-    change = "smaller" if empty == ["train"] else "larger"
+    field = "test_fraction" if empty[0] == "test" else "validation_fraction"
+    change = "smaller" if empty[0] == "train" else "larger"
     raise UserError(
-        f"{names}: no text is left for {empty[0]} with validation_fraction="
-        f"{recipe.validation_fraction}; make validation_fraction {change}, give more text, or use "
-        "the end of each document: python -m heinsen_jax.data.prepare ... --split tail"
+        f"{names}: no text is left for {empty[0]} with {field}={getattr(recipe, field)}; make "
+        f"{field} {change}, give more text, or use the end of each document: "
+        "python -m heinsen_jax.data.prepare ... --split tail"
     )
 
 
@@ -324,9 +338,11 @@ class PrepareOptions:
     folder."""
     validation_fraction: float | None = None
     """Fraction for validation. When None: 0.1 with tail, else 0.01."""
+    test_fraction: float = 0.0
+    """Fraction for tests, which training never reads."""
     split: SplitChoice = "auto"
-    """Text for validation. document: a random part of the documents; tail: the end of each
-    document; validation: everything; auto: tail for one text file or a folder of few, else
+    """Text for validation and tests. document: random documents; tail: the end of each document;
+    validation: everything for validation; auto: tail for one text file or a folder of few, else
     document."""
     text_column: str = DEFAULT_COLUMN
     """Column of the texts in JSON and Parquet files."""

@@ -16,9 +16,10 @@ RowKind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 TextKind = Literal["text", "text.gz", "text.zst", "python"]
 """Kinds with one document."""
 Kind = RowKind | TextKind | Literal["wikitext", "openwebtext"]
-SplitName = Literal["train", "validation"]
+HeldOut = Literal["validation", "test"]
+SplitName = Literal["train", HeldOut]
 
-SPLITS: tuple[SplitName, ...] = ("train", "validation")
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 
 DEFAULT_COLUMN = "text"
 

@@ -15,6 +15,8 @@ import pydantic
 
 from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.groups import Group, cyclic_group, symmetric_group
+from heinsen_jax.data.sources import HeldOut
+from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
 
 PADDING = 0
@@ -29,6 +31,8 @@ class Task:
     """Global batch size, in sequences."""
     validation_examples: pydantic.PositiveInt = 1024
     """Number of examples of an evaluation."""
+    test_examples: pydantic.NonNegativeInt = 0
+    """Number of examples of the test split, other ones than in validation."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further lengths at which to evaluate."""
     has_labels: ClassVar[bool] = False
@@ -397,17 +401,26 @@ class TaskDataset:
 
     tokenizer: None = None
     train_tokens: None = None
-    bytes_per_token: None = None
 
     def __init__(self, task: AnyTask) -> None:
         self.name, self.vocab_size, self.has_labels = task.task, task.vocab_size, task.has_labels
+        self.has_test = task.test_examples > 0
+
+    def bytes_per_token(self, split: HeldOut = "validation") -> None:
+        """None, since a task has no text."""
 
     def train_row(self, config: AnyTask, seed: int) -> Callable[[int], Batch]:
         return partial(_example, config, (0, seed))
 
-    def validation_rows(self, config: AnyTask) -> dict[str, Sequence[Batch]]:
+    def held_out_rows(
+        self, config: AnyTask, split: HeldOut = "validation"
+    ) -> dict[str, Sequence[Batch]]:
+        streams = {"validation": (1, config.validation_examples), "test": (2, config.test_examples)}
+        stream, count = streams[split]
+        if not count:
+            raise UserError("data.test_examples is 0, so the task has no test split; set a number")
         tasks = {"": config, **config.tests()}
-        return {name: _Examples(task, (1,)) for name, task in tasks.items()}
+        return {name: _Examples(task, stream, count) for name, task in tasks.items()}
 
 
 def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
@@ -415,13 +428,13 @@ def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
 
 
 class _Examples(RowSequence):
-    """Data set of the first `validation_examples` of a stream."""
+    """The first examples of a stream."""
 
-    def __init__(self, task: AnyTask, stream: tuple[int, ...]) -> None:
-        self._task, self._stream = task, stream
+    def __init__(self, task: AnyTask, stream: int, count: int) -> None:
+        self._task, self._stream, self._count = task, stream, count
 
     def __len__(self) -> int:
-        return self._task.validation_examples
+        return self._count
 
     def row(self, index: int) -> Batch:
-        return _example(self._task, self._stream, index)
+        return _example(self._task, (self._stream,), index)

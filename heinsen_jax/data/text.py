@@ -17,7 +17,7 @@ from heinsen_jax.data.inputs import HUB, sources_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import SplitChoice, prepare
-from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
+from heinsen_jax.data.sources import DEFAULT_COLUMN, HeldOut, Source, SplitName
 from heinsen_jax.data.tokenizers import (
     load_tokenizer,
     tokenizer_name,
@@ -98,10 +98,13 @@ class TokenDataset:
     def train_tokens(self) -> int:
         return self.manifest.splits["train"].tokens
 
+    def bytes_per_token(self, split: HeldOut = "validation") -> float:
+        chosen = self.manifest.splits[split]
+        return chosen.bytes / chosen.tokens
+
     @property
-    def bytes_per_token(self) -> float:
-        split = self.manifest.splits["validation"]
-        return split.bytes / split.tokens
+    def has_test(self) -> bool:
+        return "test" in self.manifest.splits
 
     @property
     def content(self) -> bytes:
@@ -164,12 +167,24 @@ class TokenDataset:
 
         return row
 
-    def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
+    def held_out_rows(
+        self, config: DataConfig, split: HeldOut = "validation"
+    ) -> dict[str, Sequence[Batch]]:
         """Windows that cover the split once, in order: every token but the first of a shard is
         predicted once; the same for each of the `test_lengths`."""
+        if split not in self.manifest.splits:
+            raise UserError(
+                f"{self.name} has no test split; prepare it again in another folder, with a "
+                "test_fraction such as 0.05"
+            )
         lengths = {"": config.sequence_length, **{str(n): n for n in config.test_lengths}}
-        source, as_row = self.split("validation"), self._as_row(config)
-        return {name: _ValidationRows(source, length, as_row) for name, length in lengths.items()}
+        source, as_row = self.split(split), self._as_row(config)
+        rows: dict[str, Sequence[Batch]] = {
+            name: _HeldOutRows(source, length, as_row) for name, length in lengths.items()
+        }
+        if not all(rows.values()):
+            raise UserError(f"{split} text: too short to predict a token; give more text")
+        return rows
 
     def _as_row(self, config: DataConfig) -> RowFn:
         if self.documents(config) == "continuous":
@@ -220,6 +235,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
             config.tokenizer,
             folder,
             validation_fraction=config.validation_fraction,
+            test_fraction=config.test_fraction,
             split=split,
             text_column=config.text_column,
             downloads=downloads,
@@ -250,15 +266,13 @@ class _Windows:
         return shard, (index - first) * self._stride
 
 
-class _ValidationRows(RowSequence):
+class _HeldOutRows(RowSequence):
     """Windows that cover a split; the last one of a shard is padded."""
 
     def __init__(self, source: TokenSource, length: int, as_row: RowFn) -> None:
         self._source, self._length, self._as_row = source, length, as_row
         counts = [math.ceil((tokens - 1) / length) for tokens in source.lengths]
         self._windows = _Windows(counts, length)
-        if not len(self._windows):
-            raise UserError("validation text: too short to predict a token; give more text")
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -303,6 +317,11 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
             f"validation_fraction={config.validation_fraction}, but {config.corpus} was prepared "
             f"with {manifest.validation_fraction}; leave it out or prepare another folder"
         )
+    if config.test_fraction not in (0.0, manifest.test_fraction):
+        raise UserError(
+            f"test_fraction={config.test_fraction}, but {config.corpus} was prepared with "
+            f"{manifest.test_fraction}; leave it out or prepare another folder"
+        )
     if config.text_column not in (DEFAULT_COLUMN, manifest.text_column):
         raise UserError(
             f"text_column={config.text_column}, but {config.corpus} was prepared with "
@@ -326,5 +345,7 @@ def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Sourc
     ]
     if config.text_column != DEFAULT_COLUMN:
         decides.append(config.text_column)
+    if config.test_fraction:
+        decides.append(f"test {config.test_fraction}")
     mark = f"-{joint_hash(*map(str, decides))[:8]}" if any(decides) else ""
     return f"{stem.strip('-').lower()}{mark}-{tokenizer_name(config.tokenizer)}"

@@ -100,7 +100,7 @@ def _texts(sources: Sequence[Source]) -> Iterator[str]:
     with byte_progress("counting words", sum(source.size for source in sources)) as advance:
         for source in sources:
             for document in read_documents(source, advance):
-                if document.split != "validation":
+                if document.split in (None, "train"):
                     yield document.text
     print("merging the most frequent pairs", file=sys.stderr)
 

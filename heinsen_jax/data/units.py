@@ -22,11 +22,11 @@ UNIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Rule that assigns text to training and validation.
+    """Rule that assigns text to training, validation and, with a `test_fraction`, tests.
 
     - `document`: by a hash of each document's content, so that equal documents stay together.
-    - `tail`: the last characters of the only document are for validation.
-    - `tails`: the last characters of each document are for validation.
+    - `tail`: the last characters of the only document are for tests, those before for validation.
+    - `tails`: the last characters of each document, likewise.
     - `published`: as published.
     - `validation`: everything is for validation.
 
@@ -36,6 +36,7 @@ class SplitRule:
 
     kind: SplitKind
     validation_fraction: float | None
+    test_fraction: float = 0.0
 
     def divide(self, document: Document) -> Iterator[tuple[SplitName, str]]:
         """The parts of a document and their splits."""
@@ -47,13 +48,18 @@ class SplitRule:
         elif fraction is None:
             raise ValueError("a document without a published split needs a validation fraction")
         elif self.kind in ("tail", "tails"):
-            cut = int((1 - fraction) * len(document.text))
+            length, held_out = len(document.text), fraction + self.test_fraction
+            cut, end = int((1 - held_out) * length), int((1 - self.test_fraction) * length)
             yield "train", document.text[:cut]
-            yield "validation", document.text[cut:]
+            yield "validation", document.text[cut:end]
+            yield "test", document.text[end:]
         else:
             digest = hashlib.sha256(document.text.encode("utf-8")).digest()
-            is_validation = int.from_bytes(digest[:8], "big") < fraction * 2**64
-            yield "validation" if is_validation else "train", document.text
+            number = int.from_bytes(digest[:8], "big") / 2**64
+            if number < fraction:
+                yield "validation", document.text
+            else:
+                yield "test" if number < fraction + self.test_fraction else "train", document.text
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Comparison:
         sizes = {"sequence_length": length, "batch_size": batch_size, "test_lengths": ()}
         if isinstance(data, DataConfig):
             data = replace(data, **sizes)
-        rows = self.settings.dataset.validation_rows(data)[""][: max(TOKENS // length, 1)]
+        rows = self.settings.dataset.held_out_rows(data)[""][: max(TOKENS // length, 1)]
         if length != self.data.sequence_length and np.mean(rows[0].loss_mask) < 0.5:  # padding
             return []
         process_index, process_count = share_of_process(self.mesh)
@@ -131,7 +131,7 @@ class Comparison:
         tokens of the text."""
         dataset = self.settings.dataset
         assert dataset.tokenizer is not None
-        rows = dataset.validation_rows(self.data)[""][:256]
+        rows = dataset.held_out_rows(self.data)[""][:256]
         pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows])
         start = np.array(start_ids(dataset.tokenizer), pool.dtype)
         strings = np.random.default_rng(0).choice(pool[~np.isin(pool, start)], (STRINGS, length))

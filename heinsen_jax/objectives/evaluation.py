@@ -1,4 +1,4 @@
-"""Evaluation: loss, perplexity, accuracy and bits per byte on the validation split."""
+"""Evaluation: loss, perplexity, accuracy and bits per byte on held-out text."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from heinsen_jax.data import Batch, Dataset
 from heinsen_jax.data.dataset import MixedRows, Settings
 from heinsen_jax.data.pipeline import row_batches
+from heinsen_jax.data.sources import HeldOut
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.objectives.loss_by_position import Measured, bucket_ends, bucket_sums
@@ -29,12 +30,13 @@ def evaluate(
     config: Settings,
     mesh: Mesh,
     *,
+    split: HeldOut = "validation",
     max_batches: int | None = None,
     is_causal: bool = True,
     step_by_position: Callable[[nnx.State, Batch, int], Measured] | None = None,
     before_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Predict each validation token once, from up to sequence_length previous tokens. A
+    """Predict each token of a held-out split once, from up to sequence_length previous tokens. A
     bidirectional model predicts a part of the tokens of each window from the others.
     `before_batch`, called before each batch, may raise an exception to interrupt this.
 
@@ -50,7 +52,7 @@ def evaluate(
     metrics: dict[str, float] = {}
     by_position: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)
-    rows_by_name = dataset.validation_rows(config)
+    rows_by_name = dataset.held_out_rows(config, split)
     lengths = {name: rows[0].loss_mask.shape[-1] for name, rows in rows_by_name.items()}
     longest = max(lengths, key=lambda name: lengths[name])
     measured: dict[int, _Means] = {}  # by rows, which a mixture shares with its sources
@@ -87,8 +89,8 @@ def evaluate(
             continue
         perplexity = math.exp(min(average.loss, 700.0))
         metrics |= {"loss": average.loss, "perplexity": perplexity, "accuracy": average.accuracy}
-        if is_causal and dataset.bytes_per_token is not None:
-            metrics["bits_per_byte"] = average.loss / math.log(2) / dataset.bytes_per_token
+        if is_causal and (size := dataset.bytes_per_token(split)) is not None:
+            metrics["bits_per_byte"] = average.loss / math.log(2) / size
     return metrics | by_position
 
 
@@ -99,6 +101,7 @@ def evaluate_model(
     mesh: Mesh | None = None,
     *,
     masked_fraction: float,
+    split: HeldOut = "validation",
     loss_by_position: bool = False,
     max_batches: int | None = None,
 ) -> dict[str, float]:
@@ -115,6 +118,7 @@ def evaluate_model(
             dataset,
             config,
             mesh,
+            split=split,
             max_batches=max_batches,
             is_causal=model.config.is_causal,
             step_by_position=make_step(by_position=True) if loss_by_position else None,
@@ -155,9 +159,7 @@ def _means(sums: Sequence[np.ndarray], length: int) -> _Means:
     """The means of the sums that a step returns, added over batches."""
     total, correct, count = (float(x.sum()) for x in sums)
     if not count:
-        raise UserError(
-            "validation text: no token was masked, since it is too short; give more text"
-        )
+        raise UserError("held-out text: no token was masked, since it is too short; give more text")
     by_end = {}
     if sums[0].ndim:
         buckets = zip(bucket_ends(length), sums[0], sums[2], strict=True)

@@ -49,7 +49,7 @@ def describe(
     epochs_text = ""
     if available:
         epochs_text = f": {epochs[THE_DATA]:.3g} epochs of {available:,} training tokens"
-    rows = dataset.validation_rows(data)[""]
+    rows = dataset.held_out_rows(data)[""]
     splits = [*rows.sources.values()] if isinstance(rows, MixedRows) else [rows]
     sizes = [math.ceil(len(split) / data.batch_size) for split in splits]
     batches = sum(sizes)

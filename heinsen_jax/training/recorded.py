@@ -123,12 +123,15 @@ def _differs(path: Path, content: bytes) -> bool:
 
 
 def splits_of(content: bytes) -> JSON:
-    """The shards with their hashes, from a manifest, or from all manifests of a mixture; None if
-    damaged."""
+    """The shards of training and validation with their hashes, from a manifest, or from all
+    manifests of a mixture; None if damaged."""
     try:
         manifest = parse_json(content)
         by_name = manifest if "splits" not in manifest else {"": manifest}
-        return {name: each["splits"] for name, each in by_name.items()}
+        return {
+            name: {split: each["splits"][split] for split in ("train", "validation")}
+            for name, each in by_name.items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

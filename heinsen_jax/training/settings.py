@@ -82,7 +82,7 @@ def resolve_settings(
             f"tokens; make it at least {data.longest}"
         )
     dataset.train_row(data, config.seed)
-    dataset.validation_rows(data)
+    dataset.held_out_rows(data)
     learning_rates(config.optimizer, training.steps)
     if jax.process_index() == 0:
         services(training.trackers)

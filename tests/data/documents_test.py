@@ -218,13 +218,14 @@ def test_wikitext_is_split_into_articles_and_keeps_its_split(tmp_path: Path) -> 
     second = " = Tower = \n \n text \n"
     path = wikitext(
         tmp_path / "w.zip",
-        {"wiki.train.raw": first + second, "wiki.valid.raw": second, "wiki.test.raw": "no"},
+        {"wiki.train.raw": first + second, "wiki.valid.raw": second, "wiki.test.raw": first[2:]},
     )
     assert read(path, "wikitext") == [
         Document(" \n", "train"),
         Document(first[2:], "train"),
         Document(second, "train"),
         Document(second, "validation"),
+        Document(first[2:], "test"),
     ]
 
 
@@ -243,7 +244,8 @@ def test_articles_begin_at_titles_and_nothing_is_lost(lines: list[str]) -> None:
 
 
 def test_damaged_archives_are_named(tmp_path: Path) -> None:
-    whole = wikitext(tmp_path / "w.zip", {"wiki.train.raw": "x" * 999, "wiki.valid.raw": "y"})
+    members = {"wiki.train.raw": "x" * 999, "wiki.valid.raw": "y", "wiki.test.raw": "z"}
+    whole = wikitext(tmp_path / "w.zip", members)
     cut = write(tmp_path / "cut.zip", whole.read_bytes()[:-30])
     with pytest.raises(UserError, match=r"cut\.zip is damaged"):
         read(cut, "wikitext")

@@ -85,13 +85,13 @@ def test_a_corpus_continues_in_its_order_across_stages(config, tmp_path):
 
 def test_validation_has_all_corpora_together_and_each(config):
     dataset = data.load(config)
-    rows = dataset.validation_rows(config)
+    rows = dataset.held_out_rows(config)
     assert [*rows] == ["", "a", "b"]
     assert len(rows[""]) == len(rows["a"]) + len(rows["b"])
     together = [chr(row.tokens[0]) for row in rows[""][:6]]
     assert sorted(together) == ["a"] * 3 + ["b"] * 3  # so that the first rows are a sample of all
     assert dataset.validation_weights == {"a": 0.75, "b": 0.25}
-    assert dataset.bytes_per_token == 1
+    assert dataset.bytes_per_token() == 1
     assert b"inputs" in dataset.content
 
 

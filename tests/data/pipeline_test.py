@@ -192,7 +192,7 @@ def test_validation_goes_in_order_and_may_stop_early(dataset: TokenDataset) -> N
 def test_longer_windows_predict_the_same_tokens_from_more(dataset: TokenDataset) -> None:
     config = DataConfig(sequence_length=7, batch_size=2, test_lengths=(20, 100))
     assert config.longest == 100
-    assert list(dataset.validation_rows(config)) == ["", "20", "100"]
+    assert list(dataset.held_out_rows(config)) == ["", "20", "100"]
     predicted = {}
     for name in ("", "20", "100"):
         batches = list(validation_batches(dataset, config, name=name))

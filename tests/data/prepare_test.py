@@ -1,5 +1,6 @@
 import base64
 import gzip
+import itertools
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from heinsen_jax.data import prepare as prepare_module
 from heinsen_jax.data import units as units_module
 from heinsen_jax.data.documents import Document
 from heinsen_jax.data.manifest import Manifest, numpy_dtype
-from heinsen_jax.data.prepare import prepare
+from heinsen_jax.data.prepare import SplitChoice, prepare
 from heinsen_jax.data.sources import SplitName
 from heinsen_jax.data.text import TokenDataset
 from heinsen_jax.data.tokenizer_pretrained import pretrained_tokenizer
@@ -107,10 +108,44 @@ def test_equal_documents_are_in_the_same_split(texts: list[str], fraction: float
     assert all(len(way) == 1 for way in ways.values())
 
 
-def test_fraction_of_the_documents_is_for_validation() -> None:
-    rule = SplitRule("document", 0.1)
-    splits = [next(rule.divide(Document(f"document {i}")))[0] for i in range(5000)]
-    assert 400 < splits.count("validation") < 600
+def test_fractions_of_the_documents_are_for_validation_and_tests() -> None:
+    def splits(rule: SplitRule) -> list[str]:
+        return [next(rule.divide(Document(f"document {i}")))[0] for i in range(5000)]
+
+    without, with_tests = (
+        splits(SplitRule("document", 0.1)),
+        splits(SplitRule("document", 0.1, 0.2)),
+    )
+    assert 400 < without.count("validation") < 600
+    assert 900 < with_tests.count("test") < 1100
+    pairs = {*zip(without, with_tests, strict=True)}
+    assert pairs == {("validation", "validation"), ("train", "train"), ("train", "test")}
+
+
+@pytest.mark.parametrize("split", ["tail", "document"])
+def test_a_test_split_is_prepared_as_validation_is(tmp_path: Path, split: SplitChoice) -> None:
+    folder, out = make_folder(tmp_path / "in"), tmp_path / "out"
+    options: dict = {"validation_fraction": 0.25, "test_fraction": 0.25, "split": split}
+    manifest = prepare([str(folder)], "bytes", out, **options)
+    parts = [documents_of(out, name) for name in ("train", "validation", "test")]
+    originals = [path.read_bytes() for path in sorted(folder.iterdir())]
+    if split == "tail":
+        assert [b"".join(texts) for texts in zip(*parts, strict=True)] == originals
+        assert sum(map(len, parts[2])) == pytest.approx(0.25 * sum(map(len, originals)), rel=0.1)
+    else:
+        assert sorted(itertools.chain(*parts)) == sorted(originals)
+    assert manifest == prepare([str(folder)], "bytes", out, **options)
+    with pytest.raises(UserError, match=r"differs in test_fraction \(0\.25, not 0\.5\)"):
+        prepare([str(folder)], "bytes", out, **{**options, "test_fraction": 0.5})
+
+
+def test_fractions_leave_text_for_training(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "in")
+    with pytest.raises(UserError, match=r"test_fraction=0\.5 must be .* less than 1 with .*=0\.5"):
+        prepare([str(folder)], "bytes", tmp_path, validation_fraction=0.5, test_fraction=0.5)
+    few: dict = {"split": "document", "validation_fraction": 0.3, "test_fraction": 1e-5}
+    with pytest.raises(UserError, match="no text is left for test with test_fraction=1e-05"):
+        prepare([str(folder)], "bytes", tmp_path / "out", **few)
 
 
 @pytest.mark.parametrize("fraction", [None, 0.25])

@@ -4,7 +4,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -184,25 +184,38 @@ def test_batches_are_functions_of_seed_and_step_and_shared_by_processes(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_test_sets_have_their_lengths_and_are_deterministic(name):
     task = CASES[name].task
-    rows = TaskDataset(task).validation_rows(task)
+    rows = TaskDataset(task).held_out_rows(task)
     assert list(rows) == ["", *map(str, task.test_lengths)]
     lengths = {key: len(value[0].loss_mask) for key, value in rows.items()}
     for length in task.test_lengths:
         assert lengths[str(length)] == CASES[name].length(length)
     assert max(lengths.values()) == task.longest
     assert len(rows[""]) == task.validation_examples
-    again = TaskDataset(task).validation_rows(task)
+    again = TaskDataset(task).held_out_rows(task)
     train = TaskDataset(task).train_row(task, 0)
     np.testing.assert_array_equal(rows[""][5].tokens, again[""][5].tokens)
     same = [np.array_equal(rows[""][i].tokens, train(i).tokens) for i in range(20)]
     assert not all(same)
 
 
+def test_a_test_split_has_examples_of_its_own():
+    task = replace(CASES["recall"].task, test_examples=30)
+    rows, others = (TaskDataset(task).held_out_rows(task, x) for x in ("test", "validation"))
+    assert list(rows) == list(others)
+    assert [len(x) for x in rows.values()] == [30] * len(rows)
+    for name in rows:
+        same = [np.array_equal(rows[name][i].tokens, others[name][i].tokens) for i in range(20)]
+        assert not any(same)
+    without = CASES["recall"].task
+    with pytest.raises(UserError, match="test_examples is 0"):
+        TaskDataset(without).held_out_rows(without, "test")
+
+
 def test_copied_strings_have_all_lengths():
     task = CASES["copying"].task
     rows = map(TaskDataset(task).train_row(task, 0), range(200))
     assert {int(row.loss_mask.sum()) for row in rows} == {2, 3, 4, 5, 6, 7}  # with their end
-    tested = TaskDataset(task).validation_rows(task)["15"]
+    tested = TaskDataset(task).held_out_rows(task)["15"]
     assert {int(tested[i].loss_mask.sum()) for i in range(50)} == {16}
 
 
@@ -229,7 +242,7 @@ def test_examples_have_different_numbers_of_pairs():
     counts = Counter(pairs_of(row(i)) for i in range(400))
     assert sorted(counts) == [2, 4, 8, 16]
     assert all(abs(count - 100) < 6 * np.sqrt(75) for count in counts.values())
-    rows = TaskDataset(task).validation_rows(task)
+    rows = TaskDataset(task).held_out_rows(task)
     assert list(rows) == ["", "4_pairs", "20_pairs"]
     assert {pairs_of(row) for row in rows[""][:50]} == {2, 4, 8, 16}
     for count in task.test_pairs:
@@ -251,7 +264,7 @@ def test_a_fraction_of_the_examples_repeats_queries():
         answers = np.flatnonzero(row.loss_mask) + 1
         assert set(Counter(tokens[i] for i in answers).values()) == {pairs_of(row) // 4}
         assert all(tokens[i] == solve_recall(task, tokens[:i]) for i in answers)
-    tests = TaskDataset(task).validation_rows(task)["4_pairs"]
+    tests = TaskDataset(task).held_out_rows(task)["4_pairs"]
     assert {pairs_of(tests[i]) for i in range(50)} == {4}
 
 

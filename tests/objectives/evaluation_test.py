@@ -23,7 +23,9 @@ def rows(number: int, length: int) -> list[Batch]:
 
 
 ROWS = {"": rows(5, 6), "9": rows(3, 9)}
-DATASET = SimpleNamespace(validation_rows=lambda config: ROWS, bytes_per_token=BYTES_PER_TOKEN)
+DATASET = SimpleNamespace(
+    held_out_rows=lambda config, split: ROWS, bytes_per_token=lambda split: BYTES_PER_TOKEN
+)
 
 
 def measure(parameters, batch: Batch, index: int):

@@ -14,12 +14,14 @@ from heinsen_jax import data
 from heinsen_jax.config import as_json
 from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.objectives.evaluation import evaluate_model
+from heinsen_jax.runs.load import load_model
 from heinsen_jax.training import prepare_run, train
 from heinsen_jax.training.config import DistillationConfig
 from heinsen_jax.training.loop import Diverged
 from studies import Study, runs
 from studies.__main__ import main
-from studies.results import RESULTS_FILE
+from studies.results import RESULTS_FILE, results_of
 from studies.runner import REPORT_FILE, run_study
 from studies.runs import RECORD_FILE, content_of, in_processes, run_one
 from tests.studies.small import BASE, GOOD, PLAIN, SMALLER, STUDIES, STUDY, Fake
@@ -55,6 +57,54 @@ def test_every_value_is_run_once_and_the_best_with_all_seeds(tmp_path):
         "decided between equals); all were run." in report
     )
     assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_values_are_chosen_by_one_split_and_reported_on_the_other(tmp_path):
+    def opposite(runs, folder):
+        for run, row in Fake()(runs, folder):
+            yield run, row | {"metrics": row["metrics"] | {"test_accuracy": run_accuracy(row)}}
+
+    def run_accuracy(row):
+        return 1 - row["metrics"]["accuracy"]
+
+    study = replace(PLAIN, metric="test_accuracy", selected_by="accuracy")
+    run_study(study, tmp_path, opposite)
+    results = results_of(study, tmp_path)
+    assert all(x.tuned["learning_rate"] == GOOD[x.compared["width"]] for x in results)
+    assert {round(x.mean("test_accuracy"), 6) for x in results} == {0.24}
+    report = (tmp_path / REPORT_FILE).read_text()
+    assert "the best with the first seed, by accuracy of validation (the smallest loss" in report
+
+
+def test_a_test_split_is_measured_after_training(tmp_path):
+    config = replace(BASE, data=replace(BASE.data, test_examples=48))
+    record = run_one([as_json(config)], tmp_path / "run")
+    tested = {name: x for name, x in record["metrics"].items() if name.startswith("test_")}
+    assert not any(name.startswith("test_") for x in record["curve"].values() for name in x)
+    train(prepare_run(config, tmp_path / "again"))
+    model, _ = load_model(tmp_path / "again", best=False)
+    dataset = data.load(config.data)
+    wanted = evaluate_model(model, dataset, config.data, masked_fraction=0.15, split="test")
+    assert {"loss", "accuracy", "accuracy_4", "accuracy_16"} <= {*wanted}
+    assert tested == pytest.approx({f"test_{name}": x for name, x in wanted.items()}, rel=1e-5)
+    assert tested["test_loss"] != record["metrics"]["loss"]
+    assert record["longest_state_bytes"] >= record["state_bytes"]
+
+
+def test_selected_runs_without_test_metrics_are_run_again(tmp_path):
+    """Those that were recorded before the data had a test split; in the same folder."""
+    run_study(replace(SMALLER, plots=()), tmp_path, here)
+    before = lines(tmp_path)
+    tested = replace(BASE, data=replace(BASE.data, test_examples=48))
+    study = replace(SMALLER, plots=(), base=tested, metric="test_accuracy", selected_by="accuracy")
+    run_study(study, tmp_path, here)
+    after = lines(tmp_path)
+    assert [x["fingerprint"] for x in after] == [x["fingerprint"] for x in before]
+    for old, new in zip(before, after, strict=True):
+        assert new["metrics"].items() > old["metrics"].items()
+        assert {"test_loss", "test_accuracy"} <= {*new["metrics"]}
+    run_study(study, tmp_path, Fake(fail_after=0))
+    assert lines(tmp_path) == after
 
 
 def test_a_study_that_was_stopped_continues(tmp_path):

@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_each_document_alone(config, dataset):
     """In rows that begin inside documents, with padding in the last one."""
     model = random_model(config.model)
     settings, _ = resolve_documents(config.data, dataset, config.model)
-    rows = dataset.validation_rows(settings)[""]
+    rows = dataset.held_out_rows(settings)[""]
     batch = jax.tree.map(lambda *x: np.stack(x), rows[1], rows[len(rows) - 1])
     graph, parameters = nnx.split(model)
     total, _, count = make_evaluation_step(graph)(parameters, batch, 0)

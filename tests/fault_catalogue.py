@@ -261,6 +261,18 @@ LOG_ATTENTION_FAULTS = {
 }
 
 OPS_FAULTS = {
+    "equal terms whose number is lost to rounding": Fault(
+        "heinsen_jax/ops/linear_recurrence.py",
+        "(kept - scale) + previous(jnp.zeros_like(initial), log_rest), log_b - scale",
+        "kept - scale, log_b - scale",
+        ("tests/ops/log_attention/extremes_test.py",),
+    ),
+    "weights of a pair that sum to 2": Fault(
+        "heinsen_jax/ops/numerics.py",
+        "(exps[0] * inverse, exps[1] * inverse)",
+        "exps",
+        ("tests/ops/log_attention/extremes_test.py",),
+    ),
     "a segment that starts a token late": Fault(
         "heinsen_jax/ops/arguments.py",
         "[(1, 0)]\n    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]",

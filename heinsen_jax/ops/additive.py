@@ -15,7 +15,7 @@ from heinsen_jax.ops.arguments import check_array, check_tokens, segment_starts,
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.masks import last_tokens
-from heinsen_jax.ops.numerics import log_sum_exp, share
+from heinsen_jax.ops.numerics import softmax
 from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dataclass
 
@@ -229,7 +229,7 @@ def additive_weights(
         visible &= runs[..., :, None] == runs[..., None, :]
     scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jnp.where(visible[..., None], scores[..., None, :, :], -jnp.inf)
-    weights = share(scores, log_sum_exp(scores, -2)[..., None, :])
+    (weights,) = softmax((scores,), -2).weights
     return weights.astype(logits.dtype)
 
 

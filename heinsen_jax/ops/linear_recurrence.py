@@ -13,13 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.numerics import log_add_exp, log_sum_exp, share, where_empty
+from heinsen_jax.ops.numerics import (
+    Softmax,
+    finite,
+    log_add_exp,
+    log_sum_exp,
+    share,
+    softmax_pair,
+    where_empty,
+)
 from heinsen_jax.typing import Array, Float, pytree_dataclass
 
 
@@ -98,7 +106,35 @@ def log_linear_recurrence(
         shape = list(log_inputs.shape)
         del shape[axis]
         initial = jnp.full(shape, -jnp.inf, log_inputs.dtype)
-    return _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
+    return _total(_log_linear_recurrence(axis, log_coefficients, log_inputs, initial))
+
+
+class Convex(NamedTuple):
+    """A log-linear recurrence and the shares of its two terms, whose exponentials sum to 1.
+
+    Attributes:
+      h: the recurrence.
+      log_kept: log a_t + h_{t-1} - h_t.
+      log_added: log b_t - h_t.
+    """
+
+    h: Array
+    log_kept: Array
+    log_added: Array
+
+
+def convex_recurrence(
+    log_coefficients: Float[Array, "*_"],
+    log_inputs: Float[Array, "*B"],
+    initial: Float[Array, "*_"],
+    axis: int,
+) -> Convex:
+    """`log_linear_recurrence` with the shares of its terms, computed before h is rounded: terms of
+    1e8 that are equal have shares of 1/2, although log 2 is less than the spacing of floats
+    there."""
+    parts = _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
+    both = _shares(axis, parts, log_coefficients, log_inputs, initial)
+    return Convex(_total(parts), *both.log_weights)
 
 
 def decay_to_end(log_decay: Array, axis: int) -> Array:
@@ -148,7 +184,7 @@ class RecurrenceState:
 def _log_linear_recurrence(axis, log_a, log_b, initial):
     length = log_b.shape[axis]
     if length == 0:
-        return log_b
+        return log_b, jnp.zeros_like(log_b)
     a, b = _chunks(log_a, axis), _chunks(log_b, axis, -jnp.inf)
 
     def within(before, ab):
@@ -173,7 +209,27 @@ def _log_linear_recurrence(axis, log_a, log_b, initial):
         lambda i, f, x: _join(i, _join(f, x)[: b.shape[1] - 1])[None], initial, first, tuple(later)
     )
     largest, total = _add(before, log_product, total)
-    return _join_chunks(jnp.log(total) + where_empty(largest, 0.0), length, axis)
+    return _join_chunks(largest, length, axis), _join_chunks(jnp.log(total), length, axis)
+
+
+def _total(parts: tuple[Array, Array]) -> Array:
+    largest, log_rest = parts
+    return log_rest + where_empty(largest, 0.0)
+
+
+def _shares(
+    axis: int, parts: tuple[Array, Array], log_a: Array, log_b: Array, initial: Array
+) -> Softmax:
+    """The softmax of the two terms of every step."""
+
+    def previous(first: Array, x: Array) -> Array:
+        earlier = lax.slice_in_dim(x, 0, x.shape[axis] - 1, axis=axis)
+        return jnp.concatenate([jnp.expand_dims(first, axis), earlier], axis)
+
+    largest, log_rest = parts
+    kept = log_a + previous(initial, largest)
+    scale = finite(lax.stop_gradient(jnp.maximum(kept, log_b)))
+    return softmax_pair((kept - scale) + previous(jnp.zeros_like(initial), log_rest), log_b - scale)
 
 
 def _join(first: Array, others: Array) -> Array:
@@ -207,12 +263,7 @@ def _join_chunks(x: Array, length: int, axis: int) -> Array:
 @_log_linear_recurrence.defjvp
 def _log_linear_recurrence_jvp(axis, primals, tangents):
     (log_a, log_b, initial), (d_log_a, d_log_b, d_initial) = primals, tangents
-    h = _log_linear_recurrence(axis, log_a, log_b, initial)
-    previous = jnp.concatenate(
-        [jnp.expand_dims(initial, axis), lax.slice_in_dim(h, 0, h.shape[axis] - 1, axis=axis)], axis
-    )
-    kept = share(log_a + previous, h)
-    dh = linear_recurrence(
-        kept, kept * d_log_a + share(log_b, h) * d_log_b, initial=d_initial, axis=axis
-    )
-    return h, dh
+    parts = _log_linear_recurrence(axis, log_a, log_b, initial)
+    kept, added = _shares(axis, parts, log_a, log_b, initial).weights
+    dh = linear_recurrence(kept, kept * d_log_a + added * d_log_b, initial=d_initial, axis=axis)
+    return parts, (dh, jnp.zeros_like(dh))

@@ -65,8 +65,9 @@ def log_add_exp(x: Array, y: Array) -> Array:
 @log_add_exp.defjvp
 def _log_add_exp_jvp(primals, tangents):
     (x, y), (dx, dy) = primals, tangents
-    total = log_add_exp(x, y)
-    return total, share(x, total) * dx + share(y, total) * dy
+    both = softmax_pair(x, y)
+    of_x, of_y = both.weights
+    return both.log_z, of_x * dx + of_y * dy
 
 
 @jax.custom_jvp
@@ -101,7 +102,8 @@ class Softmax(NamedTuple):
 def softmax(parts: tuple[Array, ...], axis: int) -> Softmax:
     """Return exp(x - log Z) and x - log Z for each array x, and log Z of all along the axis,
     computed relative to the largest x, so that weights sum to 1 whatever the size of log Z."""
-    largest = reduce(jnp.maximum, [jnp.max(x, axis, keepdims=True) for x in parts])
+    each = (jnp.max(x, axis, keepdims=True, initial=-jnp.inf) for x in parts)
+    largest = reduce(jnp.maximum, each)
     exps = [share(x, largest) for x in parts]
     total = reduce(jnp.add, [jnp.sum(x, axis) for x in exps])
     log_total, inverse = jnp.log(total), jnp.expand_dims(reciprocal(total), axis)
@@ -122,6 +124,30 @@ def _softmax_jvp(axis, primals, tangents):
     d_log_weights = tuple(d - d_log_z for d in d_parts)
     d_weights = tuple(w * d for w, d in zip(result.weights, d_log_weights, strict=True))
     return result, Softmax(d_weights, d_log_weights, jnp.squeeze(d_log_z, axis))
+
+
+@jax.custom_jvp
+def softmax_pair(x: Array, y: Array) -> Softmax:
+    """`softmax` of two arrays, element by element."""
+    largest = jnp.maximum(x, y)
+    exps = share(x, largest), share(y, largest)
+    total = exps[0] + exps[1]
+    log_total, inverse, scale = jnp.log(total), reciprocal(total), finite(largest)
+    return Softmax(
+        (exps[0] * inverse, exps[1] * inverse),
+        (x - scale - finite(log_total), y - scale - finite(log_total)),
+        log_total + largest,
+    )
+
+
+@softmax_pair.defjvp
+def _softmax_pair_jvp(primals, tangents):
+    result, (dx, dy) = softmax_pair(*primals), tangents
+    of_x, of_y = result.weights
+    difference = dx - dy
+    d_log_weights = of_y * difference, -of_x * difference
+    d_weights = of_x * d_log_weights[0], of_y * d_log_weights[1]
+    return result, Softmax(d_weights, d_log_weights, of_x * dx + of_y * dy)
 
 
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:

@@ -131,14 +131,19 @@ def _logsumexp(x: Array, axis: int) -> Array:
 
 def _average(log_weights: Array, values: Array, axis: int) -> Array:
     """sum(w v) / sum(w); 0 for an empty sum."""
-    total = jnp.expand_dims(_logsumexp(log_weights, axis), axis)
-    nothing = total == -jnp.inf
-    weights = jnp.exp(jnp.where(nothing, -jnp.inf, log_weights) - jnp.where(nothing, 0.0, total))
-    return jnp.sum(weights * values, axis)
+    weights = jnp.exp(_from_largest(log_weights, axis))
+    total = jnp.sum(weights, axis, keepdims=True)
+    return jnp.sum(weights / jnp.where(total == 0, 1, total) * values, axis)
 
 
 def _log_average(log_weights: Array, log_values: Array, axis: int) -> Array:
     """log(sum(w v) / sum(w)); log 0 for an empty sum."""
+    log_weights = _from_largest(log_weights, axis)
     log_sum = _logsumexp(log_weights + log_values, axis)
     log_total = _finite(_logsumexp(log_weights, axis))
     return jnp.where(log_sum == -jnp.inf, -jnp.inf, log_sum - log_total)
+
+
+def _from_largest(log_weights: Array, axis: int) -> Array:
+    """The differences from the largest one, whose average is the same."""
+    return log_weights - _finite(jnp.max(log_weights, axis, keepdims=True, initial=-jnp.inf))

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
+from heinsen_jax.ops.linear_recurrence import (
+    convex_recurrence,
+    linear_recurrence,
+    log_linear_recurrence,
+)
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.ops.log_attention.state import read_all, read_averages
-from heinsen_jax.ops.numerics import einsum, finite, log_add_exp, log_sum_exp, share
+from heinsen_jax.ops.log_attention.state import read_all
+from heinsen_jax.ops.numerics import einsum, log_add_exp, log_sum_exp, softmax, softmax_pair
 from heinsen_jax.typing import Array, Float
 
 
@@ -27,27 +31,19 @@ class Scan:
         decay = inputs.decay_and_starts
         if decay is None:
             decay = jnp.zeros((1, inputs.length, 1, 1), inputs.key.dtype)
-        h_z = log_linear_recurrence(decay, inputs.key, initial=state.log_z, axis=1)
-        before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
-        kept, added = before + decay, inputs.key
-        log_z = log_sum_exp(inputs.query + h_z[..., None, :], -1)
-        total = finite(h_z)
+        h_z, log_kept, log_added = convex_recurrence(decay, inputs.key, state.log_z, axis=1)
+        reading = softmax((inputs.query + h_z[..., None, :],), -1)
         if is_log:
-            terms = (added - total)[..., None] + inputs.value[..., None, :]
-            mean = log_linear_recurrence(
-                (kept - total)[..., None], terms, initial=state.mean, axis=1
-            )
-            logits = inputs.query + h_z[..., None, :] - finite(log_z)[..., None]
-            y = log_sum_exp(logits[..., None] + mean[..., None, :, :], -2)
+            terms = log_added[..., None] + inputs.value[..., None, :]
+            mean = log_linear_recurrence(log_kept[..., None], terms, initial=state.mean, axis=1)
+            (log_weights,) = reading.log_weights
+            y = log_sum_exp(log_weights[..., None] + mean[..., None, :, :], -2)
         else:
-            mean = linear_recurrence(
-                share(kept, h_z)[..., None],
-                share(added, h_z)[..., None] * inputs.value[..., None, :],
-                initial=state.mean,
-                axis=1,
-            )
-            y = read_averages(Averages(h_z, mean), inputs.query)
-        return y, log_z, Averages(h_z[:, -1], mean[:, -1])
+            kept, added = (jnp.exp(x)[..., None] for x in (log_kept, log_added))
+            new = added * inputs.value[..., None, :]
+            mean = linear_recurrence(kept, new, initial=state.mean, axis=1)
+            y = einsum("btgrk,btgkv->btgrv", *reading.weights, mean)
+        return y, reading.log_z, Averages(h_z[:, -1], mean[:, -1])
 
     def bidirectional(
         self, inputs: Inputs, state: Averages, *, is_log: bool
@@ -61,16 +57,15 @@ def _step(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, Arra
     decay = inputs.decay_and_starts
     query, key, value = inputs.query[:, 0], inputs.key[:, 0], inputs.value[:, 0, :, None]
     before = state.log_z if decay is None else state.log_z + decay[:, 0]
-    h_z = log_add_exp(before, key)
-    kept, added = (x - finite(h_z) for x in (before, key))
-    logits = query + h_z[..., None, :]
-    log_z = log_sum_exp(logits, -1)
-    shares = logits - finite(log_z)[..., None]
+    both = softmax_pair(before, key)
+    reading = softmax((query + both.log_z[..., None, :],), -1)
     if is_log:
-        mean = log_add_exp(kept[..., None] + state.mean, added[..., None] + value)
-        y = log_sum_exp(shares[..., None] + mean[..., None, :, :], -2)
+        kept, added = (x[..., None] for x in both.log_weights)
+        mean = log_add_exp(kept + state.mean, added + value)
+        (log_weights,) = reading.log_weights
+        y = log_sum_exp(log_weights[..., None] + mean[..., None, :, :], -2)
     else:
-        kept, added = (jnp.exp(x)[..., None] for x in (kept, added))
+        kept, added = (x[..., None] for x in both.weights)
         mean = kept * state.mean + added * value
-        y = einsum("bgrk,bgkv->bgrv", jnp.exp(shares), mean)
-    return y[:, None], log_z[:, None], Averages(h_z, mean)
+        y = einsum("bgrk,bgkv->bgrv", *reading.weights, mean)
+    return y[:, None], reading.log_z[:, None], Averages(both.log_z, mean)

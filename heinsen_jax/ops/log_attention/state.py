@@ -20,8 +20,9 @@ from heinsen_jax.ops.numerics import (
     log_add_exp,
     log_difference,
     log_sum_exp,
-    share,
     signed_log_difference,
+    softmax,
+    softmax_pair,
     where_empty,
 )
 from heinsen_jax.typing import Array, Complex, DTypeLike, Float, Inexact, pytree_dataclass
@@ -247,22 +248,20 @@ State = TypeVar("State", LogAttentionState, HeinsenAttentionState)
 
 def averages_of(key: Float[Array, "*B S K"], value: Float[Array, "*B S V"]) -> Averages:
     """Return the averages of tokens, in linear space."""
-    log_z = log_sum_exp(key, -2)
-    shares = share(key, log_z[..., None, :])
-    return Averages(log_z, einsum("...sk,...sv->...kv", shares, value))
+    shares = softmax((key,), -2)
+    return Averages(shares.log_z, einsum("...sk,...sv->...kv", *shares.weights, value))
 
 
 def merge_averages(earlier: Averages, later: Averages) -> Averages:
     """Merge two states in linear space."""
-    log_z = log_add_exp(earlier.log_z, later.log_z)
-    kept, added = (share(x.log_z, log_z)[..., None] * x.mean for x in (earlier, later))
-    return Averages(log_z, kept + added)
+    both = softmax_pair(earlier.log_z, later.log_z)
+    kept, added = (x[..., None] for x in both.weights)
+    return Averages(both.log_z, kept * earlier.mean + added * later.mean)
 
 
 def read_averages(state: Averages, query: Float[Array, "*B T K"]) -> Float[Array, "*B T V"]:
     """Return Y = softmax_K(Q + log Z) M, in linear space; 0 for no tokens."""
-    logits = query + state.log_z[..., None, :]
-    weights = share(logits, log_sum_exp(logits, -1)[..., None])
+    (weights,) = softmax((query + state.log_z[..., None, :],), -1).weights
     return einsum("...tk,...kv->...tv", weights, state.mean)
 
 

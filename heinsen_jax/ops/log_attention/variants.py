@@ -15,7 +15,7 @@ from heinsen_jax.ops.arguments import positions_in_segments
 from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.state import decayed_averages
-from heinsen_jax.ops.numerics import log_add_exp, log_difference, share
+from heinsen_jax.ops.numerics import log_add_exp, softmax_pair
 from heinsen_jax.typing import Array, Bool, Float
 
 
@@ -102,10 +102,12 @@ Reading = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # output, l
 
 def _merge(a: Reading, b: Reading, is_log: bool) -> Float[Array, "B T G R V"]:
     (y_a, log_z_a), (y_b, log_z_b) = ((y, log_z[..., None]) for y, log_z in (a, b))
-    log_z = log_add_exp(log_z_a, log_z_b)
+    both = softmax_pair(log_z_a, log_z_b)
     if is_log:
-        return log_difference(log_add_exp(y_a + log_z_a, y_b + log_z_b), log_z)
-    return share(log_z_a, log_z) * y_a + share(log_z_b, log_z) * y_b
+        of_a, of_b = both.log_weights
+        return log_add_exp(of_a + y_a, of_b + y_b)
+    of_a, of_b = both.weights
+    return of_a * y_a + of_b * y_b
 
 
 def _only(where: Bool[Array, "B T"], reading: Reading, is_log: bool) -> Reading:

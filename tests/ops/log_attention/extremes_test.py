@@ -1,11 +1,15 @@
 """All families of extreme inputs, with all implementations, against the definition in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen_jax.ops import heinsen_attention
+from heinsen_jax.ops import heinsen_attention, log_attention
+from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
+from heinsen_jax.ops.numerics import log_add_exp
 from tests.ops.log_attention.cases import (
     FAST,
     Inputs,
@@ -84,3 +88,55 @@ def test_decay_by_feature_of_distant_features(nats, size, implementation):
     units = size, size, 1, size
     for have, want, unit in zip(gradients, expected, units, strict=True):
         assert_within(have / unit, want / unit, relative * (1 + np.abs(want / unit)))
+
+
+LEVELS = 1e4, 1e8, 1e30
+"""Keys where log 2 is less than the spacing of floats, except at the first."""
+each_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def equal_keys(level: float, length: int = 37) -> tuple[np.ndarray, ...]:
+    """Queries, keys of this level, and values."""
+    rng = np.random.default_rng(0)
+    query, value = rng.standard_normal((2, 1, length, 1, 3), np.float32)
+    return query, np.full_like(query, level), value
+
+
+@each_level
+@pytest.mark.parametrize("implementation", [*FAST, "reference"])
+def test_equal_keys_have_equal_weights(level, implementation):
+    """Whatever their size: weights are not the exponentials of differences from a rounded sum."""
+    query, key, value = equal_keys(level)
+    counts = np.arange(1, key.shape[1] + 1)[:, None, None]
+    for attend, mean in (
+        (heinsen_attention, np.cumsum(value, 1) / counts),
+        (log_attention, np.log(np.cumsum(np.exp(value), 1) / counts)),
+    ):
+        call = partial(attend, query, key, implementation=implementation, is_causal=True)
+        np.testing.assert_allclose(call(value), mean, atol=2e-6)
+        (weights,) = jax.vjp(call, value)[1](jnp.ones_like(value))
+        assert np.sum(weights) == pytest.approx(value.size, rel=1e-5)
+
+
+@each_level
+@pytest.mark.parametrize("attend", [heinsen_attention, log_attention])
+def test_streams_do_not_leave_the_range_of_their_values(attend, level):
+    """A state has the sum of its keys as one number, which at 1e8 forgets how many they were; its
+    averages are still between the values."""
+    arrays, state, outputs = equal_keys(level), None, []
+    for token in range(arrays[0].shape[1]):
+        now = (x[:, token : token + 1] for x in arrays)
+        y, state = attend(*now, is_causal=True, initial_state=state, return_state=True)
+        outputs.append(y)
+    low, high = np.min(arrays[2]), np.max(arrays[2])
+    assert low - 1e-5 <= np.min(outputs) <= np.max(outputs) <= high + 1e-5
+
+
+@each_level
+def test_the_recurrence_has_gradients_of_equal_terms(level):
+    """Each of n equal terms has 1/n."""
+    steps = jnp.full((5, 1), level)
+    gradient = jax.grad(lambda x: log_linear_recurrence(jnp.zeros_like(x), x)[-1, 0])(steps)
+    np.testing.assert_allclose(gradient, np.full((5, 1), 0.2), rtol=1e-6)
+    pair = jax.grad(lambda x, y: log_add_exp(x, y)[0], (0, 1))(steps[0], steps[1])
+    np.testing.assert_allclose(pair, np.full((2, 1), 0.5), rtol=1e-6)

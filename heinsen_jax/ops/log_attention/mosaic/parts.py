@@ -14,7 +14,7 @@ from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK
 from heinsen_jax.ops.log_attention.state import decayed_averages, merge_averages
-from heinsen_jax.ops.numerics import log_sum_exp, share
+from heinsen_jax.ops.numerics import softmax
 from heinsen_jax.typing import Array, Float
 
 PROGRAMS = 128
@@ -80,10 +80,10 @@ def _part(tokens: Inputs, is_log: bool) -> _Part:
     if decay is not None:
         decay = decay.astype(jnp.float32)
         key, total = key + decay_to_end(decay, 1), jnp.sum(decay, 1)
-    log_z = log_sum_exp(key, 1)
-    factors = share(key, log_z[:, None]), jnp.exp(value) if is_log else value
+    of_keys = softmax((key,), 1)
+    factors = *of_keys.weights, jnp.exp(value) if is_log else value
     shares, value = (x.astype(tokens.key.dtype) for x in factors)
     sums = jnp.einsum(
         "btgk,btgv->bgkv", shares, value, precision="highest", preferred_element_type=jnp.float32
     )
-    return _Part(total, Averages(log_z, sums))
+    return _Part(total, Averages(of_keys.log_z, sums))

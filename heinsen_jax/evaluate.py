@@ -49,8 +49,8 @@ class Options(InferenceOptions):
     evaluated; or any other input of training, evaluated completely unless the run was trained on
     it; the run's data when None."""
     split: HeldOut | None = None
-    """validation or test, which the data has after training with `data.test_fraction`; validation
-    when None."""
+    """Split to evaluate. test exists with `data.test_fraction` or `data.test_examples`, or if the
+    data publish one; validation when None."""
     sequence_length: int | None = None
     """Sequence length, in tokens; the run's when None."""
     max_batches: int | None = None
@@ -134,7 +134,7 @@ def _run_text(options: Options) -> None:
         loss_by_position=experiment.training.loss_by_position,
         max_batches=max_batches,
     )
-    what = dataset.name
+    what = f"the {name} split of {dataset.name}"
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):
         split = dataset.manifest.splits[name]
         what = f"{settings.corpus}, {split.tokens:,} tokens"

@@ -13,7 +13,7 @@ from heinsen_jax.runtime.environment import Environment
 class RunRecord(TypedDict):
     """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
 
-    Metrics of the test split, if the data have one, begin with `test_`. `longest_state_bytes` is
+    Metrics of the test split, if the data has one, begin with `test_`. `longest_state_bytes` is
     the state after a sequence of the longest test length. `tokens` counts all updates, `flops`
     counts all tokens, and `curve` has the metrics of each evaluation by the number of updates
     before it; earlier versions recorded none of them. `content` are hashes of the data and of the

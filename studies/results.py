@@ -57,12 +57,12 @@ class Recorded:
         record = {"labels": run.labels, "fingerprint": run.fingerprint, **record}
         self._records[run.fingerprint] = record
         with storage_errors(self._path.parent):
-            if not is_new:
+            if is_new:
+                with self._path.open("a") as file:
+                    file.write(f"{self._separator}{json.dumps(record)}\n")
+            else:
                 lines = (f"{json.dumps(record)}\n" for record in self._records.values())
                 write_atomically(self._path, "".join(lines).encode())
-                return
-            with self._path.open("a") as file:
-                file.write(f"{self._separator}{json.dumps(record)}\n")
             self._separator = ""
 
 

@@ -88,7 +88,8 @@ def _run_study(
         while True:
             first, others = schedule(study, recorded)
             selected = [run for runs in best_of(study, recorded) for run in runs]
-            left = recorded.unfinished(first) or recorded.unfinished(selected, study.metric)
+            left = recorded.unfinished(first, study.selection_metric)
+            left = left or recorded.unfinished(selected, study.metric)
             if report_only or not left:
                 break
             runs = [*first, *others]
@@ -117,6 +118,7 @@ def _check(study: Study) -> None:
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
     runs_by_fingerprint: dict[str, Run] = {}
+    tested = [name for _, name in study.named_metrics() if name.startswith("test_")]
     for run in study.all_runs():
         if twin := runs_by_fingerprint.get(run.fingerprint):
             raise UserError(f"{describe(run.labels)} is the same as {describe(twin.labels)}")
@@ -124,6 +126,7 @@ def _check(study: Study) -> None:
         for config in run.stages:
             if config.data not in datasets:
                 datasets[config.data] = data.load(config.data)
+                _check_test(study, tested, config.data, datasets[config.data])
             try:
                 resolve_settings(config, datasets[config.data])
                 if config.model not in models:
@@ -131,6 +134,24 @@ def _check(study: Study) -> None:
                     models.add(config.model)
             except (ValueError, NotImplementedError) as error:
                 raise UserError(f"{describe(run.labels)}: {error}") from error
+
+
+def _check_test(
+    study: Study, metrics: Sequence[str], config: AnyDataConfig, dataset: data.Dataset
+) -> None:
+    """Check that the data of a run has the test split that metrics are measured on."""
+    if dataset.has_test:
+        dataset.held_out_rows(config, "test")
+    elif metrics:
+        raise UserError(
+            f"{study.title}: {metrics[0]} needs a test split; set test_fraction of text or "
+            "test_examples of a task in the data of the base"
+        )
+    if study.reached is not None and study.reached[0] in metrics:
+        raise UserError(
+            f"reached of {study.title!r}: {study.reached[0]} is measured after training only; "
+            "choose a metric of validation"
+        )
 
 
 def _check_content(study: Study, recorded: Recorded) -> None:

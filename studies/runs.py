@@ -21,7 +21,7 @@ from flax import nnx
 
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, as_json
-from heinsen_jax.data import DataConfig, Dataset, TextDataset
+from heinsen_jax.data import DataConfig, Dataset, Task, TextDataset
 from heinsen_jax.errors import UserError, failure, parse_json
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.objectives.documents import resolve_documents
@@ -130,8 +130,8 @@ def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dic
 
 def _lacks_tests(config: ExperimentConfig, record: RunRecord) -> bool:
     """Whether a record was made before its data had a test split."""
-    metrics = record.get("metrics", {"test_loss": 0.0})
-    return "test_loss" not in metrics and data.load(config.data).has_test
+    is_lacking = "metrics" in record and "test_loss" not in record["metrics"]
+    return is_lacking and data.load(config.data).has_test
 
 
 def _tested(config: ExperimentConfig, workdir: Path) -> dict[str, float]:
@@ -162,8 +162,10 @@ def _read(path: Path) -> Any:
 
 def content_of(config: ExperimentConfig) -> dict[str, str]:
     """Hashes of a run's tokens and of its teacher's weights, whose files may change under the same
-    name."""
+    name; and the number of test examples of a task, which the fingerprint leaves out."""
     hashes, dataset = {}, data.load(config.data)
+    if isinstance(config.data, Task) and config.data.test_examples:
+        hashes["test examples"] = str(config.data.test_examples)
     if isinstance(dataset, TextDataset):
         hashes["data"] = joint_hash(json.dumps(splits_of(dataset.content), sort_keys=True))
     if distillation := Distillation.of(config.distillation, config.model):

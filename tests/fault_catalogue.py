@@ -1155,7 +1155,7 @@ DATA_FAULTS = {
         "values = sign * metrics.get(study.metric, math.nan)",
         ("tests/studies/runner_test.py",),
     ),
-    "validation metrics in place of those of tests": Fault(
+    "validation metrics in place of test metrics": Fault(
         "studies/runs.py",
         '        split="test",\n',
         "",
@@ -1223,8 +1223,8 @@ DATA_FAULTS = {
     ),
     "a test split used for validation": Fault(
         "heinsen_jax/data/sources.py",
-        '        if name != "test"\n',
-        "",
+        '{"train": "train", "test": "test"}',
+        '{"train": "train"}',
         ("tests/data/sources_test.py",),
     ),
     "a download that is not verified": Fault(

@@ -40,9 +40,10 @@ OTHER_NAMES = {
     "data.sequence_length": "seq_len seq_length seqlen max_seq_len max_seq_length sequence_len "
     "max_length block_size context_length context_size context_len context_window n_ctx ctx "
     "ctx_len length",
+    "data.test_fraction": "test_size test_split test_ratio",
     "data.text_column": "column text_field",
     "data.tokenizer": "tok tokenizer_name tokenizer_path",
-    "data.validation_fraction": "val_fraction val_split val_ratio validation_split test_size",
+    "data.validation_fraction": "val_fraction val_split val_ratio validation_split",
     "optimizer.beta1": "adam_beta1 b1 betas",
     "optimizer.beta2": "adam_beta2 b2",
     "optimizer.clip_norm": "clip grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip "

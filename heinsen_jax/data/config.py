@@ -54,7 +54,8 @@ class DataConfig:
     """Fraction for validation. When None: 0.1 of a text file, or of each file of a folder with few,
     else 0.01 of the documents."""
     test_fraction: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
-    """Fraction for tests, which training never reads: `heinsen_jax.evaluate --split test`."""
+    """Fraction for the test split, which training never reads: `heinsen_jax.evaluate --split
+    test`."""
     sequence_length: pydantic.PositiveInt = 1024
     """Sequence length, in tokens."""
     batch_size: pydantic.PositiveInt = 32

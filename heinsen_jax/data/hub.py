@@ -16,7 +16,7 @@ from heinsen_jax.errors import UserError, explain
 
 _NAME = re.compile(r"hf://(?:datasets/)?([^/:]+/[^/:]+)(?:/([^:]+))?(?::(.+))?")
 _TEXT = re.compile(r"(?i)\.(txt|md)(\.(gz|zst|zstd))?$")
-_SPLITS = ("train", "validation", "valid", "val", "dev")
+_SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 
 
 def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:

@@ -136,6 +136,9 @@ class MixedDataset:
         self, config: DataConfig, split: HeldOut = "validation"
     ) -> dict[str, Sequence[Batch]]:
         """`MixedRows` of all sources, at each length; and the rows of each source, by its name."""
+        if split == "test" and not self.has_test:
+            lacking = [name for name, source in self.sources.items() if not source.has_test]
+            raise UserError(f"data.mixture: {', '.join(lacking)} without a test split; prepare it")
         by_source = {name: x.held_out_rows(config, split) for name, x in self.sources.items()}
         weights = self.validation_weights
         mixed = {

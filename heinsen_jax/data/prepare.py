@@ -5,7 +5,7 @@ sizes. A pure function converts one unit into shards, and finally writes a recor
 interrupted preparation resumes with the units without a record, and gives the same bytes.
 
     train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32;
-                                            also test-00000.bin, if texts are left for tests
+                                            also test-00000.bin, with a test split
     unit-00000.json                         its record
     recipe.json                             inputs, tokenizer and split of the data set
     tokenizer.json                          the tokenizer, with one further file
@@ -101,8 +101,8 @@ def prepare(
       tokenizer: as for `get_tokenizer`.
       output: folder of the data set: new, empty, or made by this function from equal inputs.
       validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
-      test_fraction: fraction for tests, which training never reads.
-      split: `tail` uses the end of each document for validation and tests, `document` random
+      test_fraction: fraction for the test split, which training never reads.
+      split: `tail` uses the end of each document for validation and test, `document` random
         documents, `validation` everything for validation; `auto` is `tail` for one text file or a
         folder of few, else `document`. Published splits are kept.
       text_column: the column of the documents, in inputs that have rows.
@@ -315,10 +315,12 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
         raise UserError(f"{names}: contains no text; give a corpus that does")
     names = " + ".join(record.name for record in recipe.inputs)
     field = "test_fraction" if empty[0] == "test" else "validation_fraction"
-    change = "smaller" if empty[0] == "train" else "larger"
+    change = f"make {field} larger"
+    if empty[0] == "train":
+        change = f"make it or test_fraction={recipe.test_fraction} smaller"
     raise UserError(
-        f"{names}: no text is left for {empty[0]} with {field}={getattr(recipe, field)}; make "
-        f"{field} {change}, give more text, or use the end of each document: "
+        f"{names}: no text is left for {empty[0]} with {field}={getattr(recipe, field)}; "
+        f"{change}, give more text, or use the end of each document: "
         "python -m heinsen_jax.data.prepare ... --split tail"
     )
 
@@ -339,9 +341,9 @@ class PrepareOptions:
     validation_fraction: float | None = None
     """Fraction for validation. When None: 0.1 with tail, else 0.01."""
     test_fraction: float = 0.0
-    """Fraction for tests, which training never reads."""
+    """Fraction for the test split, which training never reads."""
     split: SplitChoice = "auto"
-    """Text for validation and tests. document: random documents; tail: the end of each document;
+    """Text for validation and test. document: random documents; tail: the end of each document;
     validation: everything for validation; auto: tail for one text file or a folder of few, else
     document."""
     text_column: str = DEFAULT_COLUMN

@@ -120,7 +120,7 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
 
     Hidden files and folders and `__pycache__` are skipped; all others must be text. If the files,
     besides a README, a license and `dataset_infos.json`, are named by split as on the Hugging Face
-    Hub, such as `data/train-00000-of-00002.parquet`, then this split is kept, without test files.
+    Hub, such as `data/train-00000-of-00002.parquet`, then this split is kept.
 
     Raises:
       UserError: the path does not exist; or it, or a file in it, is a pipe, a device, a broken
@@ -150,16 +150,13 @@ def _check_file(path: Path) -> None:
 
 
 def with_splits(sources: Sequence[tuple[Source, str]]) -> list[Source]:
-    """Select the sources of training and validation by the names of their splits, and mark them if
-    both splits have some."""
-    chosen: list[tuple[Source, SplitName]] = [
-        (source, "train" if name == "train" else "validation")
-        for source, name in sources
-        if name != "test"
-    ]
-    if len({split for _, split in chosen}) < 2:
-        return [source for source, _ in chosen]
-    return [replace(source, split=split) for source, split in chosen]
+    """Mark sources with the splits that they are named by; without training or validation sources,
+    leave out test sources and mark none."""
+    names: dict[str, SplitName] = {"train": "train", "test": "test"}
+    chosen = [(source, names.get(name, "validation")) for source, name in sources]
+    if {"train", "validation"} <= {split for _, split in chosen}:
+        return [replace(source, split=split) for source, split in chosen]
+    return [source for source, split in chosen if split != "test"]
 
 
 def _hub_splits(names: Sequence[str]) -> dict[str, str] | None:

@@ -32,7 +32,7 @@ class Task:
     validation_examples: pydantic.PositiveInt = 1024
     """Number of examples of an evaluation."""
     test_examples: pydantic.NonNegativeInt = 0
-    """Number of examples of the test split, other ones than in validation."""
+    """Number of examples of the test split, separate from the validation examples."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further lengths at which to evaluate."""
     has_labels: ClassVar[bool] = False
@@ -418,7 +418,7 @@ class TaskDataset:
         streams = {"validation": (1, config.validation_examples), "test": (2, config.test_examples)}
         stream, count = streams[split]
         if not count:
-            raise UserError("data.test_examples is 0, so the task has no test split; set a number")
+            raise UserError("the task has no test split; set data.test_examples, such as 1024")
         tasks = {"": config, **config.tests()}
         return {name: _Examples(task, stream, count) for name, task in tasks.items()}
 

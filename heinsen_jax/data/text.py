@@ -174,8 +174,8 @@ class TokenDataset:
         predicted once; the same for each of the `test_lengths`."""
         if split not in self.manifest.splits:
             raise UserError(
-                f"{self.name} has no test split; prepare it again in another folder, with a "
-                "test_fraction such as 0.05"
+                f"{self.name} has no test split; train with --data.test-fraction, or prepare "
+                "with --test-fraction, such as 0.05, or give data with a published one"
             )
         lengths = {"": config.sequence_length, **{str(n): n for n in config.test_lengths}}
         source, as_row = self.split(split), self._as_row(config)

@@ -43,7 +43,7 @@ def train_tokenizer(
     text_column: str = DEFAULT_COLUMN,
     downloads: str | Path = "data/downloads",
 ) -> Tokenizer:
-    """Train a tokenizer on the documents of inputs, without published validation documents.
+    """Train a tokenizer on the documents of inputs, without published validation and test splits.
 
     Args:
       inputs: as for `prepare`.

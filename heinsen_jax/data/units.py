@@ -22,10 +22,10 @@ UNIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Rule that assigns text to training, validation and, with a `test_fraction`, tests.
+    """Rule that assigns text to training, validation and, with a `test_fraction`, test.
 
     - `document`: by a hash of each document's content, so that equal documents stay together.
-    - `tail`: the last characters of the only document are for tests, those before for validation.
+    - `tail`: the last characters of the only document are for test, the ones before for validation.
     - `tails`: the last characters of each document, likewise.
     - `published`: as published.
     - `validation`: everything is for validation.

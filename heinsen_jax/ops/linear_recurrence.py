@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,25 +102,11 @@ def log_linear_recurrence(
       >>> jnp.exp(log_linear_recurrence(log_two, log_one)).ravel().round().tolist()
       [1.0, 3.0, 7.0]
     """
-    if initial is None:
-        shape = list(log_inputs.shape)
-        del shape[axis]
-        initial = jnp.full(shape, -jnp.inf, log_inputs.dtype)
+    shape = list(log_inputs.shape)
+    del shape[axis]
+    initial = jnp.full(shape, -jnp.inf, log_inputs.dtype) if initial is None else initial
+    initial = jnp.broadcast_to(initial, shape)
     return _total(_log_linear_recurrence(axis, log_coefficients, log_inputs, initial))
-
-
-class Convex(NamedTuple):
-    """A log-linear recurrence and the shares of its two terms, whose exponentials sum to 1.
-
-    Attributes:
-      h: the recurrence.
-      log_kept: log a_t + h_{t-1} - h_t.
-      log_added: log b_t - h_t.
-    """
-
-    h: Array
-    log_kept: Array
-    log_added: Array
 
 
 def convex_recurrence(
@@ -128,13 +114,13 @@ def convex_recurrence(
     log_inputs: Float[Array, "*B"],
     initial: Float[Array, "*_"],
     axis: int,
-) -> Convex:
-    """`log_linear_recurrence` with the shares of its terms, computed before h is rounded: terms of
-    1e8 that are equal have shares of 1/2, although log 2 is less than the spacing of floats
-    there."""
+) -> Softmax:
+    """`log_linear_recurrence` as `log_z`, and the shares of the two terms of every step, computed
+    before h is rounded: equal terms of 1e8 have shares of 1/2, although log 2 is less than the
+    spacing of floats there."""
     parts = _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
-    both = _shares(axis, parts, log_coefficients, log_inputs, initial)
-    return Convex(_total(parts), *both.log_weights)
+    shares = _shares(axis, parts, log_coefficients, log_inputs, initial)
+    return shares._replace(log_z=_total(parts))
 
 
 def decay_to_end(log_decay: Array, axis: int) -> Array:
@@ -223,8 +209,8 @@ def _shares(
     """The softmax of the two terms of every step."""
 
     def previous(first: Array, x: Array) -> Array:
-        earlier = lax.slice_in_dim(x, 0, x.shape[axis] - 1, axis=axis)
-        return jnp.concatenate([jnp.expand_dims(first, axis), earlier], axis)
+        shifted = jnp.concatenate([jnp.expand_dims(first, axis), x], axis)
+        return lax.slice_in_dim(shifted, 0, x.shape[axis], axis=axis)
 
     largest, log_rest = parts
     kept = log_a + previous(initial, largest)

@@ -2,7 +2,9 @@
 
 An empty sum is log 0 = -inf. If every term is -inf, `jnp.logaddexp` and `jax.nn.logsumexp` return
 the right value but a NaN gradient; here that gradient is 0. Derivatives are formed from the *share*
-of a term in its sum, exp(term - total) <= 1, so they do not overflow.
+of a term in its sum, which is at most 1, so they do not overflow. Shares are computed relative to
+the largest term and divided by their sum: exp(term - total) would depend on the rounding of a large
+total, and equal terms of 1e8 would each have a share of 1.
 """
 
 import math
@@ -65,9 +67,8 @@ def log_add_exp(x: Array, y: Array) -> Array:
 @log_add_exp.defjvp
 def _log_add_exp_jvp(primals, tangents):
     (x, y), (dx, dy) = primals, tangents
-    both = softmax_pair(x, y)
-    of_x, of_y = both.weights
-    return both.log_z, of_x * dx + of_y * dy
+    x_weight, y_weight = softmax_pair(x, y).weights
+    return log_add_exp(x, y), x_weight * dx + y_weight * dy
 
 
 @jax.custom_jvp
@@ -131,11 +132,11 @@ def softmax_pair(x: Array, y: Array) -> Softmax:
     """`softmax` of two arrays, element by element."""
     largest = jnp.maximum(x, y)
     exps = share(x, largest), share(y, largest)
-    total = exps[0] + exps[1]
-    log_total, inverse, scale = jnp.log(total), reciprocal(total), finite(largest)
+    inverse, log_total = reciprocal(exps[0] + exps[1]), jnp.log1p(jnp.minimum(*exps))
+    scale = finite(largest)
     return Softmax(
         (exps[0] * inverse, exps[1] * inverse),
-        (x - scale - finite(log_total), y - scale - finite(log_total)),
+        (x - scale - log_total, y - scale - log_total),
         log_total + largest,
     )
 
@@ -143,18 +144,11 @@ def softmax_pair(x: Array, y: Array) -> Softmax:
 @softmax_pair.defjvp
 def _softmax_pair_jvp(primals, tangents):
     result, (dx, dy) = softmax_pair(*primals), tangents
-    of_x, of_y = result.weights
+    x_weight, y_weight = result.weights
     difference = dx - dy
-    d_log_weights = of_y * difference, -of_x * difference
-    d_weights = of_x * d_log_weights[0], of_y * d_log_weights[1]
-    return result, Softmax(d_weights, d_log_weights, of_x * dx + of_y * dy)
-
-
-def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
-    """log(n / d). For n = 0 it is log 0 = -inf, with gradient 0, even if d = 0: an empty
-    average."""
-    empty = log_numerator == -jnp.inf
-    return jnp.where(empty, -jnp.inf, log_numerator - jnp.where(empty, 0.0, log_denominator))
+    d_log_weights = y_weight * difference, -x_weight * difference
+    d_weights = x_weight * d_log_weights[0], y_weight * d_log_weights[1]
+    return result, Softmax(d_weights, d_log_weights, x_weight * dx + y_weight * dy)
 
 
 @pytree_dataclass

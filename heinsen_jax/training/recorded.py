@@ -141,7 +141,8 @@ def _affects_result(name: str) -> bool:
     losses incomparable."""
     section = name.partition(".")[0]
     if section in ("seed", "data", "optimizer", "distillation"):
-        return name not in OWN_TO_A_HOST | {"data.verify", "data.test_lengths", "data.test_pairs"}
+        measured = {f"data.test_{name}" for name in ("lengths", "pairs", "examples")}
+        return name not in OWN_TO_A_HOST | {"data.verify"} | measured
     return name in AFFECT_RESULT
 
 

@@ -75,7 +75,8 @@ def test_published_splits_are_prepared(repository, tmp_path):
     assert (manifest.split, manifest.inputs[0].name) == ("published", "hf://me/words")
     train = [f"{name} {row}".encode() for name in TRAIN for row in range(5)]
     assert documents_of(out, "train") == train
-    assert documents_of(out, "validation") == [f"{VALIDATION} {row}".encode() for row in range(5)]
+    for split, name in (("validation", VALIDATION), ("test", TEST)):
+        assert documents_of(out, split) == [f"{name} {row}".encode() for row in range(5)]
 
 
 def test_sources_are_independent_of_the_commit(repository):

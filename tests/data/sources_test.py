@@ -48,6 +48,7 @@ def test_published_splits_of_a_folder_are_kept(names, validation, test, tmp_path
     assert {name: split for name, (_, split) in splits.items()} == {
         **dict.fromkeys(names, "train"),
         validation: "validation",
+        test: "test",
     }
     assert found(tmp_path / "b", *names, test) == {
         name: (kind, None) for name, (kind, split) in splits.items() if split == "train"

@@ -207,7 +207,7 @@ def test_a_test_split_has_examples_of_its_own():
         same = [np.array_equal(rows[name][i].tokens, others[name][i].tokens) for i in range(20)]
         assert not any(same)
     without = CASES["recall"].task
-    with pytest.raises(UserError, match="test_examples is 0"):
+    with pytest.raises(UserError, match=r"no test split; set data\.test_examples"):
         TaskDataset(without).held_out_rows(without, "test")
 
 

@@ -1,3 +1,4 @@
+import math
 import re
 from functools import partial
 
@@ -123,10 +124,18 @@ def test_where_empty_replaces_only_log_zero():
     np.testing.assert_array_equal(numerics.where_empty(x, 7.0), [7.0, 1.0, INF])
 
 
-def test_log_quotient_of_empty_sums_is_log_zero():
-    np.testing.assert_array_equal(
-        numerics.log_difference(jnp.asarray([-INF, 5.0]), jnp.asarray([-INF, 2.0])), [-INF, 3.0]
-    )
+def test_a_pair_of_any_size_has_weights_that_sum_to_1():
+    x = jnp.asarray([0.0, 1e8, -INF, 5.0, -INF, -3e38])
+    y = jnp.asarray([-20.0, 1e8, 5.0, -INF, -INF, 3e38])
+    both = numerics.softmax_pair(x, y)
+    small = math.exp(-20)
+    expected = [1 / (1 + small), 0.5, 0, 1, 0, 0], [small / (1 + small), 0.5, 1, 0, 0, 1]
+    np.testing.assert_allclose(both.weights, expected, rtol=1e-6)
+    np.testing.assert_allclose(jnp.exp(jnp.stack(both.log_weights)), expected, rtol=1e-6)
+    np.testing.assert_allclose(both.log_z, [math.log1p(small), 1e8, 5, 5, -INF, 3e38], rtol=1e-6)
+    value, gradient = jax.value_and_grad(numerics.log_add_exp)(x[0], y[0])
+    assert value == pytest.approx(math.log1p(small), rel=1e-6)
+    assert gradient == pytest.approx(1 / (1 + small), rel=1e-6)
 
 
 def log_scores_in_float64(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -67,7 +67,8 @@ def test_values_are_chosen_by_one_split_and_reported_on_the_other(tmp_path):
     def run_accuracy(row):
         return 1 - row["metrics"]["accuracy"]
 
-    study = replace(PLAIN, metric="test_accuracy", selected_by="accuracy")
+    base = replace(BASE, data=replace(BASE.data, test_examples=48))
+    study = replace(PLAIN, base=base, metric="test_accuracy", selected_by="accuracy")
     run_study(study, tmp_path, opposite)
     results = results_of(study, tmp_path)
     assert all(x.tuned["learning_rate"] == GOOD[x.compared["width"]] for x in results)
@@ -105,6 +106,43 @@ def test_selected_runs_without_test_metrics_are_run_again(tmp_path):
         assert {"test_loss", "test_accuracy"} <= {*new["metrics"]}
     run_study(study, tmp_path, Fake(fail_after=0))
     assert lines(tmp_path) == after
+
+
+def test_a_metric_that_no_record_has_does_not_select(tmp_path):
+    """Runs of earlier records are repeated, instead of the first one being the best."""
+
+    def tested(runs, folder):
+        for run, row in Fake()(runs, folder):
+            yield run, row | {"metrics": row["metrics"] | {"new": 1 - row["metrics"]["accuracy"]}}
+
+    run_study(PLAIN, tmp_path, Fake())
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text().removesuffix("\n"))  # as other programs end files
+    study = replace(PLAIN, metric="new")
+    run_study(study, tmp_path, tested)
+    results = results_of(study, tmp_path)
+    assert all(x.tuned["learning_rate"] == GOOD[x.compared["width"]] for x in results)
+    assert len(lines(tmp_path)) == len(path.read_text().splitlines()) == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "test_accuracy", "selected_by": "accuracy"}, "needs a test split; set test_"),
+        ({"reached": ("test_accuracy", 0.5)}, "test_accuracy"),
+    ],
+)
+def test_test_metrics_are_checked_before_any_run(tmp_path, changes, message):
+    with_tests = replace(PLAIN, base=replace(BASE, data=replace(BASE.data, test_examples=48)))
+    study = with_tests if "reached" in changes else PLAIN
+    with pytest.raises(UserError, match=message):
+        run_study(replace(study, **changes), tmp_path, Fake(fail_after=0))
+
+
+def test_the_number_of_test_examples_is_part_of_a_record():
+    tested = replace(BASE, data=replace(BASE.data, test_examples=48))
+    assert content_of(tested) == {"test examples": "48"}
+    assert content_of(BASE) == {}
 
 
 def test_a_study_that_was_stopped_continues(tmp_path):

@@ -31,19 +31,20 @@ class Scan:
         decay = inputs.decay_and_starts
         if decay is None:
             decay = jnp.zeros((1, inputs.length, 1, 1), inputs.key.dtype)
-        h_z, log_kept, log_added = convex_recurrence(decay, inputs.key, state.log_z, axis=1)
-        reading = softmax((inputs.query + h_z[..., None, :],), -1)
+        both = convex_recurrence(decay, inputs.key, state.log_z, axis=1)
+        reading = softmax((inputs.query + both.log_z[..., None, :],), -1)
         if is_log:
-            terms = log_added[..., None] + inputs.value[..., None, :]
-            mean = log_linear_recurrence(log_kept[..., None], terms, initial=state.mean, axis=1)
+            kept, added = (x[..., None] for x in both.log_weights)
+            terms = added + inputs.value[..., None, :]
+            mean = log_linear_recurrence(kept, terms, initial=state.mean, axis=1)
             (log_weights,) = reading.log_weights
             y = log_sum_exp(log_weights[..., None] + mean[..., None, :, :], -2)
         else:
-            kept, added = (jnp.exp(x)[..., None] for x in (log_kept, log_added))
+            kept, added = (x[..., None] for x in both.weights)
             new = added * inputs.value[..., None, :]
             mean = linear_recurrence(kept, new, initial=state.mean, axis=1)
             y = einsum("btgrk,btgkv->btgrv", *reading.weights, mean)
-        return y, reading.log_z, Averages(h_z[:, -1], mean[:, -1])
+        return y, reading.log_z, Averages(both.log_z[:, -1], mean[:, -1])
 
     def bidirectional(
         self, inputs: Inputs, state: Averages, *, is_log: bool

@@ -18,7 +18,6 @@ from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.numerics import (
     einsum,
     log_add_exp,
-    log_difference,
     log_sum_exp,
     signed_log_difference,
     softmax,
@@ -37,8 +36,10 @@ class LogAttentionState:
         H_S = LSE_s(K_s + log V_s)        H_Z = LSE_s(K_s)
 
     The state of no tokens is log 0 = -inf everywhere; states of disjoint sets of tokens merge into
-    the state of their union. Its size does not depend on the number of tokens. For complex
-    log-values (values of either sign) `log_s` is complex: log|S| + i pi (S < 0).
+    the state of their union. Its size does not depend on the number of tokens. Both sums are
+    rounded to floats of the size of the keys, and so is their difference, the average: to 1e-3 with
+    keys of 1e4. For complex log-values (values of either sign) `log_s` is complex:
+    log|S| + i pi (S < 0).
 
     Attributes:
       log_s: H_S `[..., num_kv_heads, key_depth, value_depth]`.
@@ -98,7 +99,10 @@ class LogAttentionState:
         """
         check_state(self, key=key, log_value=log_value)
         key, total = _decayed_keys(key, log_decay)
-        return absorb(_decayed(self, total), *(jnp.moveaxis(x, -3, -2) for x in (key, log_value)))
+        earlier = _decayed(self, total)
+        tokens = (jnp.moveaxis(x, -3, -2) for x in (key, log_value))
+        after = self.from_averages(absorb(earlier.to_averages(), *tokens))
+        return replace(after, log_decay=earlier.log_decay)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Inexact[Array, "*B T N V"]:
         """Attend to the state, eq. (5): log Y = LSE_k(Q_k + H_S,k) - LSE_k(Q_k + H_Z,k).
@@ -116,7 +120,7 @@ class LogAttentionState:
         """
         check_state(self, query=query)
         groups = self.log_z.shape[-2]
-        return _queries_of(attend(self, _rows_of(query, groups)), query, groups)
+        return _queries_of(attend(self.to_averages(), _rows_of(query, groups)), query, groups)
 
     def merge(self, other: LogAttentionState) -> LogAttentionState:
         """Return the state of these tokens followed by the tokens of `other`; `empty` is neutral.
@@ -124,13 +128,14 @@ class LogAttentionState:
         Associative, and commutative if neither state has a decay.
         """
         earlier = _decayed(self, other.log_decay)
-        logs = earlier.log_s, other.log_s
-        log_z = log_add_exp(earlier.log_z, other.log_z)
-        if any(jnp.iscomplexobj(x) for x in logs):
-            log_s = join_signs(log_add_exp(*(split_signs(x) for x in logs)))
-        else:
-            log_s = log_add_exp(*logs)
-        return LogAttentionState(log_s, log_z, earlier.log_decay)
+        states = earlier, other
+        is_complex = any(jnp.iscomplexobj(x.log_s) for x in states)
+        if is_complex:
+            states = (replace(x, log_s=split_signs(x.log_s)) for x in states)
+        averages = (x.to_averages() for x in states)
+        merged = self.from_averages(merge_averages(*averages, is_log=True))
+        log_s = join_signs(merged.log_s) if is_complex else merged.log_s
+        return LogAttentionState(log_s, merged.log_z, earlier.log_decay)
 
     def to_averages(self) -> Averages:
         """Averages of values in log space; log_s is real."""
@@ -209,7 +214,7 @@ class HeinsenAttentionState:
         key, total = _decayed_keys(key, log_decay)
         added = averages_of(*(jnp.moveaxis(x, -3, -2) for x in (key, value)))
         earlier = _decayed(self, total)
-        merged = merge_averages(earlier.to_averages(), added)
+        merged = merge_averages(earlier.to_averages(), added, is_log=False)
         return replace(self.from_averages(merged), log_decay=earlier.log_decay)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
@@ -232,7 +237,7 @@ class HeinsenAttentionState:
     def merge(self, other: HeinsenAttentionState) -> HeinsenAttentionState:
         """As `LogAttentionState.merge`."""
         earlier = _decayed(self, other.log_decay)
-        merged = merge_averages(earlier.to_averages(), other.to_averages())
+        merged = merge_averages(earlier.to_averages(), other.to_averages(), is_log=False)
         return replace(self.from_averages(merged), log_decay=earlier.log_decay)
 
     def to_averages(self) -> Averages:
@@ -252,10 +257,12 @@ def averages_of(key: Float[Array, "*B S K"], value: Float[Array, "*B S V"]) -> A
     return Averages(shares.log_z, einsum("...sk,...sv->...kv", *shares.weights, value))
 
 
-def merge_averages(earlier: Averages, later: Averages) -> Averages:
-    """Merge two states in linear space."""
+def merge_averages(earlier: Averages, later: Averages, *, is_log: bool) -> Averages:
+    """Merge two states, in log space or in linear space."""
     both = softmax_pair(earlier.log_z, later.log_z)
-    kept, added = (x[..., None] for x in both.weights)
+    kept, added = (x[..., None] for x in (both.log_weights if is_log else both.weights))
+    if is_log:
+        return Averages(both.log_z, log_add_exp(kept + earlier.mean, added + later.mean))
     return Averages(both.log_z, kept * earlier.mean + added * later.mean)
 
 
@@ -278,45 +285,45 @@ def read_all(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, A
     batch, length, groups, heads, depth = inputs.query.shape
     rows = jnp.moveaxis(inputs.query, 1, 3).reshape(batch, groups, heads * length, depth)
     if is_log:
-        sums = absorb(LogAttentionState.from_averages(state), key, value)
-        y, after = attend(sums, rows), sums.to_averages()
+        after = absorb(state, key, value)
+        y = attend(after, rows)
     else:
-        after = merge_averages(state, averages_of(key, value))
+        after = merge_averages(state, averages_of(key, value), is_log=False)
         y = read_averages(after, rows)
     y = y.reshape(batch, groups, heads, length, value.shape[-1])
     return jnp.moveaxis(y, 3, 1), after
 
 
 @partial(jax.jit, inline=True)
-def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttentionState:
-    """`LogAttentionState.absorb` for key `[..., S, K]` and log_value `[..., S, V]`."""
+def absorb(state: Averages, key: Array, log_value: Array) -> Averages:
+    """Merge a state in log space with tokens of key `[..., S, K]` and log_value `[..., S, V]`."""
     if key.shape[-2] == 0:
         return state
     state = varying_like(state, (key, log_value))
 
     @jax.checkpoint
-    def add_block(state: LogAttentionState, block: tuple[Array, ...]):
+    def add_block(state: Averages, block: tuple[Array, ...]):
         key, log_value = block
-        terms = key[..., :, None] + log_value[..., None, :]
-        added = LogAttentionState(log_sum_exp(terms, -3), log_sum_exp(key, -2))
-        return state.merge(added), None
+        shares = softmax((key,), -2)
+        terms = shares.log_weights[0][..., :, None] + log_value[..., None, :]
+        added = Averages(shares.log_z, log_sum_exp(terms, -3))
+        return merge_averages(state, added, is_log=True), None
 
     state, _ = scan_blocks(add_block, state, (key, log_value), block_size=BLOCK)
     return state
 
 
 @partial(jax.jit, inline=True)
-def attend(state: LogAttentionState, query: Array) -> Array:
-    """`LogAttentionState.attend` for query `[..., T, K]`."""
+def attend(state: Averages, query: Array) -> Array:
+    """Read a state in log space, with query `[..., T, K]`."""
     if query.shape[-2] == 0:
-        return jnp.zeros((*query.shape[:-1], state.log_s.shape[-1]), query.dtype)
+        return jnp.zeros((*query.shape[:-1], state.mean.shape[-1]), query.dtype)
 
     @jax.checkpoint
     def read_block(carry: None, block: tuple[Array, ...]):
         (query,) = block
-        log_s = log_sum_exp(query[..., :, :, None] + state.log_s[..., None, :, :], -2)
-        log_z = log_sum_exp(query + state.log_z[..., None, :], -1)
-        return carry, log_difference(log_s, log_z[..., None])
+        (log_weights,) = softmax((query + state.log_z[..., None, :],), -1).log_weights
+        return carry, log_sum_exp(log_weights[..., None] + state.mean[..., None, :, :], -2)
 
     _, log_y = scan_blocks(read_block, None, (query,), block_size=BLOCK)
     assert log_y is not None

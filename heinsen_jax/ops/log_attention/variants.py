@@ -104,10 +104,10 @@ def _merge(a: Reading, b: Reading, is_log: bool) -> Float[Array, "B T G R V"]:
     (y_a, log_z_a), (y_b, log_z_b) = ((y, log_z[..., None]) for y, log_z in (a, b))
     both = softmax_pair(log_z_a, log_z_b)
     if is_log:
-        of_a, of_b = both.log_weights
-        return log_add_exp(of_a + y_a, of_b + y_b)
-    of_a, of_b = both.weights
-    return of_a * y_a + of_b * y_b
+        a_weight, b_weight = both.log_weights
+        return log_add_exp(a_weight + y_a, b_weight + y_b)
+    a_weight, b_weight = both.weights
+    return a_weight * y_a + b_weight * y_b
 
 
 def _only(where: Bool[Array, "B T"], reading: Reading, is_log: bool) -> Reading:

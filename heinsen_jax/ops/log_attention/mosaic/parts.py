@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
     def then(self, later: "_Part") -> "_Part":
         before = decayed_averages(self.state, later.total, is_log=False)
-        return _Part(self.total + later.total, merge_averages(before, later.state))
+        return _Part(self.total + later.total, merge_averages(before, later.state, is_log=False))
 
 
 def in_parts(
@@ -80,10 +80,10 @@ def _part(tokens: Inputs, is_log: bool) -> _Part:
     if decay is not None:
         decay = decay.astype(jnp.float32)
         key, total = key + decay_to_end(decay, 1), jnp.sum(decay, 1)
-    of_keys = softmax((key,), 1)
-    factors = *of_keys.weights, jnp.exp(value) if is_log else value
+    key_softmax = softmax((key,), 1)
+    factors = *key_softmax.weights, jnp.exp(value) if is_log else value
     shares, value = (x.astype(tokens.key.dtype) for x in factors)
     sums = jnp.einsum(
         "btgk,btgv->bgkv", shares, value, precision="highest", preferred_element_type=jnp.float32
     )
-    return _Part(total, Averages(of_keys.log_z, sums))
+    return _Part(total, Averages(key_softmax.log_z, sums))

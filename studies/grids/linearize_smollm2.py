@@ -36,8 +36,8 @@ unless "not fitted" is said. Their sizes are such that a layer has about 150 kB 
 log-attention alone, and twice as much for a window of 64 merged with log-attention, the default of
 the command. Windows have the teacher's rotary positions; sinks are the first tokens of a sequence.
 All 30 layers are replaced, or 24: "every fifth" keeps layers 4, 9, ..., 29, and "chosen" the
-layers that `--keep auto:6` chooses. One seed, and a peak learning rate of 0.0001, unless another is
-given as "rate".
+layers that `--keep auto:6` chooses. Three models with 30,000 tokens have two seeds, the others one.
+The peak learning rate is 0.0001, unless another is given as "rate".
 """
 WINDOW, SINKS = "window of 96", "window of 92, 4 sinks"
 MERGED, LARGER = "window of 16 merged with log", "window of 64 merged with log"

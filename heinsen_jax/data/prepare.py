@@ -317,7 +317,8 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
     field = "test_fraction" if empty[0] == "test" else "validation_fraction"
     change = f"make {field} larger"
     if empty[0] == "train":
-        change = f"make it or test_fraction={recipe.test_fraction} smaller"
+        other = f" or test_fraction={recipe.test_fraction}" if recipe.test_fraction else ""
+        change = f"make {field}{other} smaller"
     raise UserError(
         f"{names}: no text is left for {empty[0]} with {field}={getattr(recipe, field)}; "
         f"{change}, give more text, or use the end of each document: "

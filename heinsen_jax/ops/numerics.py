@@ -67,8 +67,15 @@ def log_add_exp(x: Array, y: Array) -> Array:
 @log_add_exp.defjvp
 def _log_add_exp_jvp(primals, tangents):
     (x, y), (dx, dy) = primals, tangents
-    x_weight, y_weight = softmax_pair(x, y).weights
-    return log_add_exp(x, y), x_weight * dx + y_weight * dy
+    x_exp, y_exp, total = _exps_of_pair(x, y)
+    return log_add_exp(x, y), (x_exp * dx + y_exp * dy) / total
+
+
+def _exps_of_pair(x: Array, y: Array) -> tuple[Array, Array, Array]:
+    """Exponentials relative to the larger one, and their sum, or 1 if both are 0."""
+    largest = jnp.maximum(x, y)
+    exps = share(x, largest), share(y, largest)
+    return *exps, jnp.maximum(exps[0] + exps[1], 1)
 
 
 @jax.custom_jvp
@@ -130,12 +137,10 @@ def _softmax_jvp(axis, primals, tangents):
 @jax.custom_jvp
 def softmax_pair(x: Array, y: Array) -> Softmax:
     """`softmax` of two arrays, element by element."""
-    largest = jnp.maximum(x, y)
-    exps = share(x, largest), share(y, largest)
-    inverse, log_total = reciprocal(exps[0] + exps[1]), jnp.log1p(jnp.minimum(*exps))
-    scale = finite(largest)
+    largest, (x_exp, y_exp, total) = jnp.maximum(x, y), _exps_of_pair(x, y)
+    scale, log_total = finite(largest), jnp.log1p(jnp.minimum(x_exp, y_exp))
     return Softmax(
-        (exps[0] * inverse, exps[1] * inverse),
+        (x_exp / total, y_exp / total),
         (x - scale - log_total, y - scale - log_total),
         log_total + largest,
     )

@@ -128,14 +128,13 @@ class LogAttentionState:
         Associative, and commutative if neither state has a decay.
         """
         earlier = _decayed(self, other.log_decay)
-        states = earlier, other
-        is_complex = any(jnp.iscomplexobj(x.log_s) for x in states)
-        if is_complex:
-            states = (replace(x, log_s=split_signs(x.log_s)) for x in states)
-        averages = (x.to_averages() for x in states)
-        merged = self.from_averages(merge_averages(*averages, is_log=True))
-        log_s = join_signs(merged.log_s) if is_complex else merged.log_s
-        return LogAttentionState(log_s, merged.log_z, earlier.log_decay)
+        logs = earlier.log_s, other.log_s
+        log_z = log_add_exp(earlier.log_z, other.log_z)
+        if any(jnp.iscomplexobj(x) for x in logs):
+            log_s = join_signs(log_add_exp(*(split_signs(x) for x in logs)))
+        else:
+            log_s = log_add_exp(*logs)
+        return LogAttentionState(log_s, log_z, earlier.log_decay)
 
     def to_averages(self) -> Averages:
         """Averages of values in log space; log_s is real."""

@@ -1,0 +1,163 @@
+"""Language models of Python code, chosen by validation files and reported on test files.
+
+python -m studies code_contexts --jobs 2
+
+Needs about eight hours on two CPU cores.
+"""
+
+from dataclasses import replace
+
+from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
+from studies import LengthPlot, Points, PositionPlot, Ranking, Study, sweeps
+from studies.grid import FieldValue
+
+Fields = dict[str, FieldValue]
+
+ABOUT = """
+600 updates of 8 x 512 tokens of the library of Python 3.11, with separate files and tokens of 3
+bytes on average, by Muon. A twentieth of the files chooses the learning rates; losses are of
+another twentieth, in nats per token, on the same tokens in sequences of 32 to 2048: shorter ones
+show how much a model benefits from context, the longest whether it extrapolates. In the plot by
+position, a point is the mean from half of its position to it, in sequences of 2048 tokens; it
+compares models, not positions, as tokens differ.
+
+All models have four layers of width 128 with a convolution of 4 tokens before each branch, and MLPs
+whose width is chosen so that they have 1.05M to 1.07M parameters. They have four heads, if no other
+number is given; fewer heads are larger, and so is their state. In hybrids, softmax attention has no
+positions, or ALiBi; "alternating" has two layers of each kind. Windows have rotary positions;
+`log_window` merges one with log-attention over all earlier tokens. Keys of Mamba-2, its state size
+per channel, have 32 numbers like keys of the other mechanisms, if the name has no other number; 128
+were published.
+"""
+LENGTHS = 32, 128, 512, 2048
+BASELINE = "log, decay by head"
+COLORS = {
+    BASELINE: sweeps.COLORS["log, decay by head"],
+    "softmax, ALiBi": sweeps.COLORS["softmax"],
+    "FoX": sweeps.COLORS["FoX"],
+    "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
+    "3 Gated DeltaNet, then softmax": "C1",
+    "3 log, then softmax": "C3",
+    "alternating log and window of 64": "black",
+}
+GATED, KIMI = "gated_deltanet", "kda"
+MAMBA2 = Layers("mamba2", options={"key_depth": 32})
+ALIBI = Layers("softmax", options={"positions": "alibi"})
+
+
+def model(
+    attention: Layers | str | tuple[Layers | str, ...], mlp_dim: int = 512, num_heads: int = 4
+) -> Fields:
+    sizes: Fields = {"model.mlp_dim": mlp_dim, "model.num_heads": num_heads}
+    return {"model.attention": attention, **sizes}
+
+
+def three(layer: Layers | str, mlp_dim: int = 512, last: Layers = sweeps.SOFTMAX) -> Fields:
+    """Fields of three equal layers and another one."""
+    first = Layers(layer) if isinstance(layer, str) else layer
+    return model((replace(first, repeats=3), last), mlp_dim)
+
+
+def hybrids() -> sweeps.Sweep:
+    return {
+        "3 log, then softmax": three("log"),
+        "3 Gated DeltaNet, then softmax": three(GATED, 416),
+        "3 Kimi Delta Attention, then softmax": three(KIMI, 464),
+        "3 Mamba-2, then softmax": three(MAMBA2, 384),
+        "3 windows of 64, then softmax": three(sweeps.WINDOW),
+        "3 log, then softmax with ALiBi": three("log", last=ALIBI),
+        "3 Gated DeltaNet, then softmax with ALiBi": three(GATED, 416, ALIBI),
+        "alternating log and softmax": model(("log", sweeps.SOFTMAX)),
+        "alternating Gated DeltaNet and softmax": model((GATED, sweeps.SOFTMAX), 448),
+        "softmax, then 3 log": model((sweeps.SOFTMAX, sweeps.THREE_LOGS)),
+        "alternating log and window of 64": model(("log", sweeps.WINDOW)),
+        "alternating Gated DeltaNet and window of 64": model((GATED, sweeps.WINDOW), 448),
+    }
+
+
+def models() -> sweeps.Sweep:
+    slots = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
+    merged = Layers("log_window", options={"positions": "rotary"})
+    short = Layers("log", options={"max_timescale": 64})
+    return {
+        BASELINE: model("log"),
+        "softmax, no positions": model(sweeps.SOFTMAX),
+        "softmax, ALiBi": model(ALIBI),
+        "softmax, rotary": model("softmax"),
+        "FoX": model("fox"),
+        "Gated DeltaNet": model(GATED, 384),
+        **hybrids(),
+        "Gated DeltaNet, 2 heads": model(GATED, 384, num_heads=2),
+        "Gated DeltaNet, 1 head": model(GATED, 384, num_heads=1),
+        "Kimi Delta Attention": model(KIMI, 448),
+        "Kimi Delta Attention, 2 heads": model(KIMI, 384, num_heads=2),
+        "Kimi Delta Attention, 1 head": model(KIMI, 256, num_heads=1),
+        "log, decay by head, 2 heads": model("log", num_heads=2),
+        "log, decay by head, 1 head": model("log", num_heads=1),
+        "log, slots": model(slots, 576),
+        "log, time constants up to 64": model(short),
+        "Mamba-2": model(MAMBA2, 352),
+        "Mamba-2, state of 128": model("mamba2", 256),
+        "GLA": model("gla", 496),
+        "Taylor": model("taylor", 608),
+        "window of 64, rotary": model(sweeps.WINDOW),
+        "window of 64 merged with log": model(merged, 480),
+    }
+
+
+def get_study() -> Study:
+    base = load_config("python_code")
+    training = replace(base.training, log_every=200, evaluation_batches=50, sample_tokens=0)
+    return Study(
+        title="Python code: loss and context",
+        about=ABOUT,
+        base=replace(
+            base,
+            data=replace(base.data, test_fraction=0.05, test_lengths=LENGTHS),
+            optimizer=replace(base.optimizer, name="muon"),
+            training=training,
+        ),
+        axes={
+            "model": models(),
+            "learning_rate": sweeps.learning_rates(4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+            "seed": sweeps.seeds(1, 2),
+        },
+        search="neighbors",
+        metric="test_loss",
+        selected_by="loss",
+        extra_metrics=tuple(f"test_loss_{length}" for length in LENGTHS if length != 512),
+        baseline=BASELINE,
+        plots=(
+            Points(
+                "test_loss_2048",
+                x="longest_state_bytes",
+                lines="model",
+                title="Loss on sequences of 2048 tokens",
+                unit="nats per token",
+                frontier=True,
+                highlighted=COLORS,
+            ),
+            Ranking(
+                "test_loss_2048",
+                title="Loss on sequences of 2048 tokens",
+                unit="nats per token",
+                highlighted=COLORS,
+                baseline=BASELINE,
+            ),
+            LengthPlot(
+                LENGTHS,
+                metric="test_loss",
+                lines="model",
+                unit="nats per token",
+                highlighted=COLORS,
+            ),
+            PositionPlot(
+                LENGTHS[-1],
+                metric="test_loss",
+                lines="model",
+                unit="nats per token",
+                highlighted=COLORS,
+            ),
+        ),
+    )

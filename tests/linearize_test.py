@@ -355,20 +355,39 @@ def test_layers_are_chosen_by_the_divergence(small, tmp_path):  # noqa: F811
         choose_layers(Program(settings), 3)
 
 
-def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """By default: layers to keep are chosen once, microbatches fit into memory, and the teacher and
-    windows alone are trained as long."""
+@pytest.fixture
+def arguments_with_choice(small, tmp_path) -> list[str]:  # noqa: F811
+    """Options for a trained teacher of three layers, of which one is kept."""
     chosen = replace(
         small,
         model=replace(small.model, attention="softmax", block="llama", num_layers=3),
         training=replace(small.training, sample_tokens=0),
     )
-    teacher, workdir = tmp_path / "teacher", tmp_path / "linear"
+    teacher = tmp_path / "teacher"
     teacher.mkdir()
     train(prepare_run(chosen, teacher))
-    arguments = ["--model", str(teacher), "--workdir", str(workdir), "--keep", "auto:1"]
+    arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear"), "--keep", "auto:1"]
     arguments += ["--attention", "log_window:window_size=4", "--steps", "8"]
-    arguments += ["--initialization-tokens", "512"]
+    return [*arguments, "--initialization-tokens", "512"]
+
+
+@pytest.mark.nightly
+def test_a_linearization_in_two_stages_keeps_its_choice(
+    arguments_with_choice, tmp_path, monkeypatch
+):
+    tuned = [*arguments_with_choice, "--no-baselines", "--lora-rank", "2", "--transfer-steps", "2"]
+    tuned += ["--workdir", str(tmp_path / "tuned")]
+    assert command(monkeypatch, *tuned) == 0
+    assert command(monkeypatch, *tuned) == 0  # resumes with the same layers
+    config = load_config(tmp_path / "tuned/config.json")
+    assert [*config.model.layer_pattern].count("softmax") == 1
+    assert config.distillation.initialization_tokens == 0
+
+
+def test_a_linearization_with_its_baselines(arguments_with_choice, tmp_path, monkeypatch, capsys):
+    """By default: layers to keep are chosen once, microbatches fit into memory, and the teacher and
+    windows alone are trained as long."""
+    arguments, workdir = arguments_with_choice, tmp_path / "linear"
     measured = program.memory_of
 
     def large(update):
@@ -405,14 +424,6 @@ def test_a_linearization_with_its_baselines(small, tmp_path, monkeypatch, capsys
     other = [*arguments[:5], "auto:2", *arguments[6:]]
     assert command(monkeypatch, *other) == 2
     assert "holds a run that keeps 1 layers; give that number" in capsys.readouterr().err
-    tuned = [*arguments, "--no-baselines", "--lora-rank", "2", "--transfer-steps", "2"]
-    tuned += ["--workdir", str(tmp_path / "tuned")]
-    assert command(monkeypatch, *tuned) == 0
-    assert command(monkeypatch, *tuned) == 0  # resumes with the same layers
-    tuned = load_config(tmp_path / "tuned/config.json")
-    assert [*tuned.model.layer_pattern].count("softmax") == 1
-    assert tuned.distillation.initialization_tokens == 0
-    capsys.readouterr()
     wrong = [*arguments[:5], "auto:1", "0", *arguments[6:]]
     assert command(monkeypatch, *wrong) == 2
     assert "--keep auto:1 0: give auto:N alone" in capsys.readouterr().err

@@ -94,10 +94,11 @@ def test_a_test_split_is_measured_after_training(tmp_path):
 
 def test_selected_runs_without_test_metrics_are_run_again(tmp_path):
     """Those that were recorded before the data had a test split; in the same folder."""
-    run_study(replace(SMALLER, plots=()), tmp_path, here)
+    earlier = replace(PLAIN, axes={"mechanism": {"linear": {}}, "seed": {"0": {"seed": 0}}})
+    run_study(earlier, tmp_path, here)
     before = lines(tmp_path)
     tested = replace(BASE, data=replace(BASE.data, test_examples=48))
-    study = replace(SMALLER, plots=(), base=tested, metric="test_accuracy", selected_by="accuracy")
+    study = replace(earlier, base=tested, metric="test_accuracy", selected_by="accuracy")
     run_study(study, tmp_path, here)
     after = lines(tmp_path)
     assert [x["fingerprint"] for x in after] == [x["fingerprint"] for x in before]

@@ -205,7 +205,7 @@ LOG_ATTENTION = {
     "log_attention, reference": Case(
         partial(ops.log_attention, implementation="reference"), QKV, LARGER
     ),
-    "sharded_log_attention": Case(sharded, QKV, LARGEST, max_bytes=270_000),
+    "sharded_log_attention": Case(sharded, QKV, LARGEST, max_bytes=266_000),
     "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH)), LARGER),
     "log_window_attention": Case(
         log_window, (*QKV, FEATURES, FEATURES, LOGITS), LARGEST, max_bytes=170_000

@@ -49,8 +49,8 @@ class Options(InferenceOptions):
     evaluated; or any other input of training, evaluated completely unless the run was trained on
     it; the run's data when None."""
     split: HeldOut | None = None
-    """Split to evaluate. test exists with `data.test_fraction` or `data.test_examples`, or if the
-    data publish one; validation when None."""
+    """Split to evaluate; validation when None. Data has a test split if it is published, or with
+    `data.test_fraction` or `data.test_examples`."""
     sequence_length: int | None = None
     """Sequence length, in tokens; the run's when None."""
     max_batches: int | None = None

@@ -119,6 +119,11 @@ def _check(study: Study) -> None:
     models: set[LanguageModelConfig] = set()
     runs_by_fingerprint: dict[str, Run] = {}
     tested = [name for _, name in study.named_metrics() if name.startswith("test_")]
+    if study.reached is not None and study.reached[0] in tested:
+        raise UserError(
+            f"reached of {study.title!r}: {study.reached[0]} is measured after training only; "
+            "choose a metric of validation"
+        )
     for run in study.all_runs():
         if twin := runs_by_fingerprint.get(run.fingerprint):
             raise UserError(f"{describe(run.labels)} is the same as {describe(twin.labels)}")
@@ -146,11 +151,6 @@ def _check_test(
         raise UserError(
             f"{study.title}: {metrics[0]} needs a test split; set test_fraction of text or "
             "test_examples of a task in the data of the base"
-        )
-    if study.reached is not None and study.reached[0] in metrics:
-        raise UserError(
-            f"reached of {study.title!r}: {study.reached[0]} is measured after training only; "
-            "choose a metric of validation"
         )
 
 

@@ -135,7 +135,7 @@ def _lacks_tests(config: ExperimentConfig, record: RunRecord) -> bool:
 
 
 def _tested(config: ExperimentConfig, workdir: Path) -> dict[str, float]:
-    """The metrics of a trained model on the whole test split, if the data have one."""
+    """The metrics of a trained model on the whole test split, if the data has one."""
     dataset = cast(Dataset, data.load(config.data))
     if not dataset.has_test:
         return {}

@@ -1163,8 +1163,8 @@ DATA_FAULTS = {
     ),
     "validation text in tests": Fault(
         "heinsen_jax/data/units.py",
-        "number < fraction + self.test_fraction",
-        "number < self.test_fraction",
+        "if fraction <= number < fraction + self.test_fraction:",
+        "if number < fraction + self.test_fraction:",
         ("tests/data/prepare_test.py",),
     ),
     "a preparation that begins again": Fault(

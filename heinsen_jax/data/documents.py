@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from heinsen_jax.data.sources import SPLITS, Source, SplitName
+from heinsen_jax.data.sources import Source, SplitName
 from heinsen_jax.data.streams import CHUNK_BYTES, Expansion, decompressed, reporting
 from heinsen_jax.errors import UserError, explain, extra_module, parse_json
 from heinsen_jax.storage.files import sha256_of
@@ -204,8 +204,9 @@ def _read_wikitext(file: io.BufferedReader, source: Source) -> Iterator[Document
     """The articles of the three raw files."""
     name = source.place
     members: dict[str, SplitName] = {
-        f"wiki.{name}.raw": split
-        for name, split in zip(("train", "valid", "test"), SPLITS, strict=True)
+        "wiki.train.raw": "train",
+        "wiki.valid.raw": "validation",
+        "wiki.test.raw": "test",
     }
     expansion = Expansion(name, lambda: source.size)
     with zipfile.ZipFile(file) as archive:

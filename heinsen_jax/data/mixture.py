@@ -138,7 +138,10 @@ class MixedDataset:
         """`MixedRows` of all sources, at each length; and the rows of each source, by its name."""
         if split == "test" and not self.has_test:
             lacking = [name for name, source in self.sources.items() if not source.has_test]
-            raise UserError(f"data.mixture: {', '.join(lacking)} without a test split; prepare it")
+            raise UserError(
+                f"data.mixture: no test split of {', '.join(lacking)}; train with "
+                "--data.test-fraction, or prepare with --test-fraction, such as 0.05"
+            )
         by_source = {name: x.held_out_rows(config, split) for name, x in self.sources.items()}
         weights = self.validation_weights
         mixed = {

@@ -175,7 +175,7 @@ class TokenDataset:
         if split not in self.manifest.splits:
             raise UserError(
                 f"{self.name} has no test split; train with --data.test-fraction, or prepare "
-                "with --test-fraction, such as 0.05, or give data with a published one"
+                "with --test-fraction, such as 0.05, or give data whose test split is published"
             )
         lengths = {"": config.sequence_length, **{str(n): n for n in config.test_lengths}}
         source, as_row = self.split(split), self._as_row(config)

@@ -56,10 +56,10 @@ class SplitRule:
         else:
             digest = hashlib.sha256(document.text.encode("utf-8")).digest()
             number = int.from_bytes(digest[:8], "big") / 2**64
-            if number < fraction:
-                yield "validation", document.text
-            else:
-                yield "test" if number < fraction + self.test_fraction else "train", document.text
+            name: SplitName = "validation" if number < fraction else "train"
+            if fraction <= number < fraction + self.test_fraction:
+                name = "test"
+            yield name, document.text
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,12 @@ def convex_recurrence(
     initial: Float[Array, "*_"],
     axis: int,
 ) -> Softmax:
-    """`log_linear_recurrence` as `log_z`, and the shares of the two terms of every step, computed
-    before h is rounded: equal terms of 1e8 have shares of 1/2, although log 2 is less than the
-    spacing of floats there."""
+    """`log_linear_recurrence` h `[..., T, D]` as `log_z`, and the shares of the two terms of every
+    step: log weights log a_t + h_{t-1} - h_t and log b_t - h_t, and their exponentials.
+
+    They are computed before h is rounded: equal terms of 1e8 have shares of 1/2, although log 2 is
+    less than the spacing of floats there. The initial state is `[..., D]`.
+    """
     parts = _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
     shares = _shares(axis, parts, log_coefficients, log_inputs, initial)
     return shares._replace(log_z=_total(parts))

@@ -110,7 +110,11 @@ class Softmax(NamedTuple):
 def softmax(parts: tuple[Array, ...], axis: int) -> Softmax:
     """Return exp(x - log Z) and x - log Z for each array x, and log Z of all along the axis,
     computed relative to the largest x, so that weights sum to 1 whatever the size of log Z."""
-    each = (jnp.max(x, axis, keepdims=True, initial=-jnp.inf) for x in parts)
+    initials = (-jnp.inf if x.shape[axis] == 0 else None for x in parts)
+    each = (
+        jnp.max(x, axis, keepdims=True, initial=initial)
+        for x, initial in zip(parts, initials, strict=True)
+    )
     largest = reduce(jnp.maximum, each)
     exps = [share(x, largest) for x in parts]
     total = reduce(jnp.add, [jnp.sum(x, axis) for x in exps])
@@ -136,7 +140,8 @@ def _softmax_jvp(axis, primals, tangents):
 
 @jax.custom_jvp
 def softmax_pair(x: Array, y: Array) -> Softmax:
-    """`softmax` of two arrays, element by element."""
+    """`softmax` of two arrays of one shape, element by element: the weights exp(x) / (exp(x) +
+    exp(y)) and exp(y) / (exp(x) + exp(y)), both 0 if both inputs are -inf."""
     largest, (x_exp, y_exp, total) = jnp.maximum(x, y), _exps_of_pair(x, y)
     scale, log_total = finite(largest), jnp.log1p(jnp.minimum(x_exp, y_exp))
     return Softmax(

@@ -112,10 +112,8 @@ def test_fractions_of_the_documents_are_for_validation_and_tests() -> None:
     def splits(rule: SplitRule) -> list[str]:
         return [next(rule.divide(Document(f"document {i}")))[0] for i in range(5000)]
 
-    without, with_tests = (
-        splits(SplitRule("document", 0.1)),
-        splits(SplitRule("document", 0.1, 0.2)),
-    )
+    rules = SplitRule("document", 0.1), SplitRule("document", 0.1, 0.2)
+    without, with_tests = map(splits, rules)
     assert 400 < without.count("validation") < 600
     assert 900 < with_tests.count("test") < 1100
     pairs = {*zip(without, with_tests, strict=True)}

@@ -62,10 +62,8 @@ def test_every_value_is_run_once_and_the_best_with_all_seeds(tmp_path):
 def test_values_are_chosen_by_one_split_and_reported_on_the_other(tmp_path):
     def opposite(runs, folder):
         for run, row in Fake()(runs, folder):
-            yield run, row | {"metrics": row["metrics"] | {"test_accuracy": run_accuracy(row)}}
-
-    def run_accuracy(row):
-        return 1 - row["metrics"]["accuracy"]
+            tested = {"test_accuracy": 1 - row["metrics"]["accuracy"]}
+            yield run, row | {"metrics": row["metrics"] | tested}
 
     base = replace(BASE, data=replace(BASE.data, test_examples=48))
     study = replace(PLAIN, base=base, metric="test_accuracy", selected_by="accuracy")
@@ -93,7 +91,7 @@ def test_a_test_split_is_measured_after_training(tmp_path):
 
 
 def test_selected_runs_without_test_metrics_are_run_again(tmp_path):
-    """Those that were recorded before the data had a test split; in the same folder."""
+    """After training without a test split, in the same folder."""
     earlier = replace(PLAIN, axes={"mechanism": {"linear": {}}, "seed": {"0": {"seed": 0}}})
     run_study(earlier, tmp_path, here)
     before = lines(tmp_path)
@@ -130,7 +128,7 @@ def test_a_metric_that_no_record_has_does_not_select(tmp_path):
     ("changes", "message"),
     [
         ({"metric": "test_accuracy", "selected_by": "accuracy"}, "needs a test split; set test_"),
-        ({"reached": ("test_accuracy", 0.5)}, "test_accuracy"),
+        ({"reached": ("test_accuracy", 0.5)}, "reached of .* is measured after training only"),
     ],
 )
 def test_test_metrics_are_checked_before_any_run(tmp_path, changes, message):

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,10 +31,16 @@ from common import (
     interleaved_medians,
     random_tokens,
 )
+from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.ops import LogAttentionState, log_attention
+from heinsen_jax.ops import (
+    HeinsenAttentionState,
+    LogAttentionState,
+    heinsen_attention,
+    log_attention,
+)
 from heinsen_jax.runtime.environment import environment
 
 Implementation = Literal["reference", "scan", "chunked"]
@@ -42,6 +49,11 @@ COMPARED_LENGTH = 1024
 LENGTHS = [1024 * 2**i for i in range(7)]
 MEMORY_LENGTH = 16_384
 CONTEXTS = (1_000, 1_000_000)
+DECODED = 200  # tokens per compiled loop
+OPS: dict[str, tuple[Any, Any]] = {
+    "log_attention": (log_attention, LogAttentionState),
+    "heinsen_attention": (heinsen_attention, HeinsenAttentionState),
+}
 MEASURE_MEMORY = "--measure-memory"
 
 REQUIREMENTS = {
@@ -125,46 +137,51 @@ def peak_memory_apart(implementation: str) -> dict[str, int]:
     return json.loads(result.stdout)
 
 
-@partial(jax.jit, donate_argnums=3)
-def decode_step(query, key, log_value, state: LogAttentionState):
-    return log_attention(query, key, log_value, initial_state=state, return_state=True)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def decode(name: str, tokens, state):
+    """Process tokens one at a time in a compiled loop, as layers are measured in
+    `mechanisms.py`."""
+
+    def step(state, token):
+        y, state = OPS[name][0](*token, initial_state=state, return_state=True)
+        return state, y
+
+    return lax.scan(step, state, tokens)
 
 
-@jax.jit
-def absorb(key, log_value, state: LogAttentionState) -> LogAttentionState:
-    _, state = log_attention(key, key, log_value, initial_state=state, return_state=True)
-    return state
+@partial(jax.jit, static_argnums=0)
+def absorb(name: str, key, value, state):
+    return OPS[name][0](key, key, value, initial_state=state, return_state=True)[1]
 
 
-def state_after(context: int, chunk: int = 1000) -> LogAttentionState:
-    state = LogAttentionState.empty((1,), HEADS, DEPTH, DEPTH)
+def state_after(name: str, context: int, chunk: int = 1000) -> Any:
+    state = OPS[name][1].empty((1,), HEADS, DEPTH, DEPTH)
     for index in range(context // chunk):
-        _, key, log_value, _ = random_tokens(chunk, seed=index % 10)
-        state = absorb(key, log_value, state)
+        _, key, value, _ = random_tokens(chunk, seed=index % 10)
+        state = absorb(name, key, value, state)
     return jax.block_until_ready(state)
 
 
-def time_decoding(repeats: int, steps: int = 200) -> dict[int, float]:
-    """Return the median seconds of one token after a short and after a long context,
+def time_decoding(repeats: int) -> dict[str, dict[int, float]]:
+    """Return the median seconds of one token of each op after a short and after a long context,
     interleaved."""
-    query, key, log_value, _ = random_tokens(1)
-    states = {context: state_after(context) for context in CONTEXTS}
-    seconds: dict[int, list[float]] = {context: [] for context in CONTEXTS}
-    for turn in range(repeats + 1):
-        for context in CONTEXTS:
-            for _ in range(steps):
-                start = time.perf_counter()
-                log_y, states[context] = decode_step(query, key, log_value, states[context])
-                jax.block_until_ready((log_y, states[context]))
-                if turn:
-                    seconds[context].append(time.perf_counter() - start)
-    return {context: statistics.median(times) for context, times in seconds.items()}
+    arrays = random_tokens(DECODED)[:3]
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, None], 1, 0), arrays)
+    states = {pair: state_after(*pair) for pair in product(OPS, CONTEXTS)}
+    seconds: dict[tuple[str, int], list[float]] = {pair: [] for pair in states}
+    for turn, pair in product(range(repeats + 1), states):
+        copy = jax.block_until_ready(jax.tree.map(jnp.copy, states[pair]))
+        start = time.perf_counter()
+        jax.block_until_ready(decode(pair[0], tokens, copy))
+        if turn:
+            seconds[pair].append((time.perf_counter() - start) / DECODED)
+    return {name: {x: statistics.median(seconds[name, x]) for x in CONTEXTS} for name in OPS}
 
 
 def show(record: dict[str, Any], console: Console) -> None:
     table = Table("what", "measured", "required", "met", title="Log-attention")
     speed, memory = record["speed_seconds"], record["memory_bytes"]
-    decoding = record["decoding_seconds"]
+    decoding = record["decoding_seconds"]["log_attention"]
     measured = {
         "speed": f"{1e3 * speed['scan']:.1f} / {1e3 * speed['chunked']:.2f} ms "
         f"= {record['ratios']['speed']:.1f}",
@@ -198,7 +215,7 @@ def main(options: Options) -> int:
         "decoding_seconds": time_decoding(options.repeats),
     }
     speed, memory = record["speed_seconds"], record["memory_bytes"]
-    short, long = record["decoding_seconds"].values()
+    short, long = record["decoding_seconds"]["log_attention"].values()
     ratios = {
         "speed": speed["scan"] / speed["chunked"],
         "memory": max(memory["chunked"][k] / memory["scan"][k] for k in memory["scan"]),

@@ -4,8 +4,9 @@ request.
 Tests spend most time on compilation. Compiled functions are therefore cached across runs in
 `.pytest_cache/jax` (`rm -r .pytest_cache` clears it), and compiled with few optimizations, except
 in modules that use `as_users_compile`. JAX 0.10 still has older fusion emitters, which compile
-log-attention in a quarter of the time: tests use them there, and the newer ones elsewhere. Garbage
-is collected rarely, since tracing creates many long-lived objects.
+log-attention in a quarter of the time: tests use them there, and the newer ones elsewhere. A file
+runs in one process, in which its tests share compiled functions. Garbage is collected rarely, since
+tracing creates many long-lived objects.
 """
 
 import gc
@@ -54,6 +55,8 @@ REPOSITORY = {
 
 SLOW = {*(ROOT / "tests/slow_tests.txt").read_text().splitlines()}
 """Tests that need 0.5 s and more, and that no fault of `fault_catalogue.py` needs."""
+LONGEST = {"linearize_test", "transformers_test", "explicit_test", "engine_test", "packaging_test"}
+"""Files with the longest tests."""
 ALL_TESTS = pytest.StashKey[set[str]]()
 """Names of all tests that were collected."""
 SHORT_TESTS = pytest.StashKey[int]()
@@ -72,8 +75,8 @@ for setting, chosen in SETTINGS.items():
     os.environ[setting.upper()] = str(chosen)  # for processes that tests start
 
 if jax.__version_info__ < (0, 11):  # read at the first compilation
-    flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    flags = "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(200_000, 20, 50)
@@ -105,23 +108,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return str(collection_path.relative_to(ROOT)) not in affected_files() or None
 
 
-def name_of(item: pytest.Item) -> str:
-    """Name of a test, without the group that pytest-xdist appends."""
-    return item.nodeid.rsplit("@", 1)[0] if item.get_closest_marker("xdist_group") else item.nodeid
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests and repository tests. Run groups first: otherwise one worker may run
-    a long one alone at the end."""
+    """Mark slow tests and repository tests. Run long files first: otherwise one worker may run one
+    of them alone at the end."""
     for item in items:
-        if name_of(item) in SLOW:
+        if item.nodeid in SLOW:
             item.add_marker("nightly")
         if REPOSITORY & {*item.path.relative_to(ROOT).with_suffix("").parts}:
             item.add_marker("repository")
     marks = ({mark.name for mark in item.iter_markers()} for item in items)
-    config.stash[ALL_TESTS] = {name_of(item) for item in items}
+    config.stash[ALL_TESTS] = {item.nodeid for item in items}
     config.stash[SHORT_TESTS] = sum(not names & {"nightly", "repository"} for names in marks)
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

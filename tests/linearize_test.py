@@ -19,6 +19,7 @@ from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers import import_model
 from heinsen_jax.linearize import __main__ as linearize_command
+from heinsen_jax.linearize import comparison
 from heinsen_jax.linearize.comparison import recall
 from heinsen_jax.linearize.layers import _divergence, choose_layers
 from heinsen_jax.linearize.plan import plan_stages, read_teacher
@@ -106,6 +107,13 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
     )
 
 
+@pytest.fixture
+def few_comparisons(monkeypatch) -> None:
+    """Compare losses at one more length only, and the recall of one."""
+    monkeypatch.setattr(comparison, "LENGTHS", (64,))
+    monkeypatch.setattr(comparison, "COPIED", (16,))
+
+
 def command(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["linearize", *arguments])
     monkeypatch.setattr(distributed, "initialize", lambda *_: None)  # only at the start
@@ -143,7 +151,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     tokens = (
         chosen.training.evaluation_batches * chosen.data.batch_size * chosen.data.sequence_length
     )
-    monkeypatch.setattr("heinsen_jax.linearize.comparison.TOKENS", tokens)
+    monkeypatch.setattr(comparison, "TOKENS", tokens)
     assert command(monkeypatch, *arguments) == 0
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     names = [row["name"] for row in found]
@@ -229,6 +237,8 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
     assert found[1]["tokens"] == 25 * 256
 
 
+@pytest.mark.nightly
+@pytest.mark.usefixtures("few_comparisons")
 def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys):  # noqa: F811
     """A stop in stage 2 keeps both stages, and only that stage continues."""
     chosen = replace(
@@ -384,6 +394,7 @@ def test_a_linearization_in_two_stages_keeps_its_choice(
     assert config.distillation.initialization_tokens == 0
 
 
+@pytest.mark.usefixtures("few_comparisons")
 def test_a_linearization_with_its_baselines(arguments_with_choice, tmp_path, monkeypatch, capsys):
     """By default: layers to keep are chosen once, microbatches fit into memory, and the teacher and
     windows alone are trained as long."""
@@ -429,8 +440,9 @@ def test_a_linearization_with_its_baselines(arguments_with_choice, tmp_path, mon
     assert "--keep auto:1 0: give auto:N alone" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_comparisons")
 def test_documents_are_treated_alike_in_all_runs(small, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Not separated, if one of the models cannot; and losses at all lengths are compared."""
+    """Not separated, if one of the models cannot."""
     text = tmp_path / "documents"
     text.mkdir()
     for number in range(40):
@@ -444,19 +456,20 @@ def test_documents_are_treated_alike_in_all_runs(small, tmp_path, monkeypatch, c
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     train(prepare_run(chosen, teacher))
-    for attention, documents in (
-        ("sliding_window:window_size=4,num_sinks=2", "continuous"),
-        ("log_window:window_size=4", None),
+    for attention, documents, baselines in (
+        ("sliding_window:window_size=4,num_sinks=2", "continuous", ["-teacher", "-window"]),
+        ("log_window:window_size=4", None, []),
     ):
         workdir = tmp_path / str(documents)
         arguments = ["--model", str(teacher), "--workdir", str(workdir), "--steps", "1"]
-        assert command(monkeypatch, *arguments, "--attention", attention) == 0
-        for suffix in ("", "-teacher", "-window"):
+        arguments += ["--attention", attention, *([] if baselines else ["--no-baselines"])]
+        assert command(monkeypatch, *arguments) == 0
+        for suffix in ("", *baselines):
             assert load_config(f"{workdir}{suffix}/config.json").data.documents == documents
         said = "documents: continuous in all runs, since a model does not support segments"
         assert (said in capsys.readouterr().out) == (documents is not None)
         first, *_ = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
-        assert [*first["loss"]] == ["32", "256", "1024", "4096"]
+        assert [*first["loss"]] == ["32", "64"]
 
 
 @pytest.mark.nightly

@@ -38,7 +38,6 @@ def wheel(built) -> Path:
     return wheel
 
 
-@pytest.mark.xdist_group("packaging")
 def test_the_wheel_contains_types_and_configurations_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {str(x.relative_to(ROOT)) for x in (ROOT / "heinsen_jax").rglob("*.py")}
@@ -63,14 +62,12 @@ def run_from(wheel, folder, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.xdist_group("packaging")
 def test_the_wheel_finds_its_configurations_outside_a_checkout(wheel, tmp_path):
     said = run_from(wheel, tmp_path, "--config", "quickstart", "--help")
     assert "--model.num-layers 4" in said
 
 
 @pytest.mark.nightly
-@pytest.mark.xdist_group("packaging")
 def test_the_wheel_trains_outside_a_checkout(wheel, tmp_path):
     (tmp_path / "words.txt").write_text("abc de f " * 1000)
     small = "--model.num_layers 1 --model.model_dim 16 --data.corpus words.txt"
@@ -80,7 +77,6 @@ def test_the_wheel_trains_outside_a_checkout(wheel, tmp_path):
     assert (tmp_path / "runs/quickstart/checkpoints/2").is_dir()
 
 
-@pytest.mark.xdist_group("packaging")
 def test_the_source_archive_is_the_checkout(built):
     (archive,) = built.glob("*.tar.gz")
     top = f"heinsen_jax-{heinsen_jax.__version__}/"
@@ -136,10 +132,3 @@ def test_continuous_integration_runs_the_documented_commands():
         (script,) = (word for word in job["command"].split() if word.startswith(".ci/"))
         assert os.access(ROOT / script, os.X_OK)
     yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-
-
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="needs -n 2")
-@pytest.mark.xdist_group("packaging")
-def test_groups_of_tests_share_a_worker(request):
-    """pytest-xdist distributes by these suffixes, without which fixtures are made twice."""
-    assert request.node.nodeid.endswith("@packaging")

@@ -23,8 +23,6 @@ from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime import distributed
 from heinsen_jax.train import main
 
-pytestmark = pytest.mark.xdist_group("train")  # one worker creates shared fixtures
-
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
 from heinsen_jax.config import *

@@ -85,7 +85,7 @@ def chain_products(
     if implementation not in ("sequential", "parallel"):
         raise ValueError(f"implementation={implementation!r} must be 'sequential' or 'parallel'")
     compute = _sequential if implementation == "sequential" else _parallel
-    return compute(matrices, start, return_all, reset).goom()
+    return compute(return_all, reset, matrices, start).goom()
 
 
 def square(name: str, matrices: T) -> T:
@@ -100,7 +100,8 @@ def square(name: str, matrices: T) -> T:
     return matrices
 
 
-def _sequential(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | None) -> Wide:
+@partial(jax.jit, static_argnums=(0, 1))  # compiled once outside another `jit`
+def _sequential(keep: bool, reset: Reset | None, matrices: Goom | Array, start: Wide) -> Wide:
     if reset is None:
         last, states = products(matrices, start, keep=keep)
     else:
@@ -108,7 +109,8 @@ def _sequential(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | 
     return states if keep else last
 
 
-def _parallel(matrices: Goom | Array, start: Wide, keep: bool, reset: Reset | None) -> Wide:
+@partial(jax.jit, static_argnums=(0, 1))
+def _parallel(keep: bool, reset: Reset | None, matrices: Goom | Array, start: Wide) -> Wide:
     length, size = matrices.shape[0], matrices.shape[-1]
     chunk = max(1, round(length**0.5))
     count = -(-length // chunk)

@@ -41,6 +41,12 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
       [0.962, -0.962]
     """
     jacobians = square("jacobians", floats(jacobians))
+    return _exponents(jacobians) / (len(jacobians) * dt)
+
+
+@jax.jit  # compiled once outside another `jit`
+def _exponents(jacobians: Float[Array, "T N N"]) -> Float[Array, "N"]:
+    """The exponents of all steps together."""
     length, size = jacobians.shape[:2]
     count = -(-length // max(1, round(length**0.5)))
     chunk = -(-length // count)
@@ -66,7 +72,7 @@ def lyapunov_exponents(jacobians: Float[Array, "T N N"], *, dt: float = 1.0) -> 
     )
     bases, _ = lax.scan(move, bases, before)
     _, growth = lax.scan(decompose, bases, chunks)
-    return jnp.sort(jnp.sum(jnp.log(growth), (0, 1)), descending=True) / (length * dt)
+    return jnp.sort(jnp.sum(jnp.log(growth), (0, 1)), descending=True)
 
 
 def largest_lyapunov_exponent(

@@ -67,20 +67,29 @@ def dense_recurrence(
     if segment_ids is not None:
         starts = jnp.moveaxis(segment_starts(segment_ids, None), -1, 0)[..., None, None]
 
-    @jax.checkpoint
-    def step(state: Wide, now: tuple[Wide, Array | None]) -> tuple[Wide, Array]:
-        token, is_start = now
-        if is_start is not None:
-            state = jax.tree.map(lambda x, y: jnp.where(is_start, x, y), first, state)
-        state = total(product(state, matrix), token)
-        return state, _normed(state)
-
-    state, y = lax.scan(step, state, (tokens, starts))
+    state, y = _recur(matrix, first, state, tokens, starts)
     y = jnp.moveaxis(y, 0, -3).astype(inputs.dtype)
     if not return_state:
         return y
     given = dtype if initial_state is None else initial_state.mantissa.dtype
     return y, DenseState(state.mantissa.astype(given), state.exponent)
+
+
+@jax.jit  # compiled once outside another `jit`
+def _recur(
+    transition: Wide, first: Wide, state: Wide, tokens: Wide, starts: Array | None
+) -> tuple[Wide, Array]:
+    """The last state, and the outputs, with time as the first axis."""
+
+    @jax.checkpoint
+    def step(state: Wide, now: tuple[Wide, Array | None]) -> tuple[Wide, Array]:
+        token, is_start = now
+        if is_start is not None:
+            state = jax.tree.map(lambda x, y: jnp.where(is_start, x, y), first, state)
+        state = total(product(state, transition), token)
+        return state, _normed(state)
+
+    return lax.scan(step, state, (tokens, starts))
 
 
 def _normed(states: Wide) -> Array:

@@ -243,7 +243,11 @@ def matmul(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
     dtype = jnp.promote_types(x.dtype, y.dtype)
     if 0 in (*x.shape, *y.shape):
         return to_goom(jnp.zeros((*batch, x.shape[-2], y.shape[-1]), dtype))
-    x, y = x.astype(dtype), y.astype(dtype)
+    return _matmul(x.astype(dtype), y.astype(dtype))
+
+
+@jax.jit  # compiled once outside another `jit`
+def _matmul(x: Goom, y: Goom) -> Goom:
     rows, columns = _largest_log(x, -1), _largest_log(y, -2)
     scaled = multiply(x, _exp(-rows)), multiply(y, _exp(-columns))
     z = product(*map(Wide.of, scaled)).goom()

@@ -310,7 +310,7 @@ def _positions(
     return LearnedPositions(config.max_length, config.model_dim, has_norm=has_norm, **options)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)  # outside another `jit`, compiled once
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # outside another `jit`, compiled once
 def _through(
     graphs: tuple[nnx.GraphDef[Block], ...],
     return_state: bool,

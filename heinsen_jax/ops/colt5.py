@@ -82,11 +82,19 @@ def soft_top_k(
     if isinstance(k, int | float) and not k > 0:
         raise ValueError(f"k must be positive, got {k}")
     epsilons = _epsilons(num_iterations, epsilon, epsilon_init, epsilon_decay)
-
     dtype = jnp.promote_types(scores.dtype, jnp.float32)
     valid = jnp.ones(scores.shape, bool) if mask is None else mask
-    s = jnp.where(valid, scores, 0).astype(dtype)
-    log_k = jnp.log(jnp.asarray(k, dtype))
+    return _soft_top_k(scores, jnp.asarray(k, dtype), jnp.asarray(epsilons, dtype), valid)
+
+
+@jax.jit  # compiled once outside another `jit`
+def _soft_top_k(
+    scores: Float[Array, "*B T"],
+    k: Shaped[Array, ""],
+    epsilons: Float[Array, "iterations"],
+    valid: Bool[Array, "*B T"],
+) -> Float[Array, "*B T"]:
+    s, log_k = jnp.where(valid, scores, 0).astype(epsilons.dtype), jnp.log(k)
 
     def multiplier(s_and_b: Array, epsilon) -> Array:
         exponents = jnp.where(valid, s_and_b, -jnp.inf)
@@ -100,7 +108,7 @@ def soft_top_k(
         return multiplier(jnp.where(s + a > 0, -a, s), epsilon), None  # s + b
 
     a = varying_like(multiplier(jnp.zeros_like(s), epsilons[0]), s)
-    a, _ = lax.scan(iteration, a, jnp.asarray(epsilons[1:-1], dtype))
+    a, _ = lax.scan(iteration, a, epsilons[1:-1])
     weights = jnp.exp(jnp.where(s + a > 0, 0.0, s + a) / epsilons[-1])
     return jnp.where(valid, weights, 0).astype(scores.dtype)
 

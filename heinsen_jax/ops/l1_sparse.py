@@ -114,10 +114,24 @@ def l1_sparse_attention(
     if value_back is not None:
         expected = *query.shape[:-1], *value_back.shape[-1:]
         check_array("value_back", value_back, (expected,), jnp.floating)
+    edges, in_range = _checked(edges, query.shape[-3], key.shape[-3])
+    y, *back = _attend(
+        denominator_bias, normalize, (query, key, value, value_back), edges, in_range
+    )
+    return (y, *back) if back else y
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # compiled once outside another `jit`
+def _attend(
+    denominator_bias: float,
+    normalize: bool,
+    tokens: tuple[Array, Array, Array, Array | None],
+    edges: Array,
+    in_range: Array | float,
+) -> tuple[Array, ...]:
+    query, key, value, value_back = tokens
     *batch, length, heads, depth = query.shape
     sources = key.shape[-3]
-    edges, in_range = _checked(edges, length, sources)
-
     given = [x for x in (query, key, value, value_back) if x is not None]
     dtype = jnp.result_type(*given)
     query, key, value, *back = (
@@ -138,7 +152,7 @@ def l1_sparse_attention(
         return jnp.swapaxes(y, 0, 1).reshape(*batch, tokens, heads, values.shape[-1]).astype(dtype)
 
     y = result(value, source, destination, length)
-    return (y, result(back[0], destination, source, sources)) if back else y
+    return (y, *(result(x, destination, source, sources) for x in back))
 
 
 def edge_counts(edges: Edges) -> tuple[np.ndarray, int, int]:

@@ -31,6 +31,7 @@ from heinsen_jax.ops.numerics import (
 from heinsen_jax.typing import Array, Float, pytree_dataclass
 
 
+@partial(jax.jit, static_argnames="axis")  # compiled once outside another `jit`
 def linear_recurrence(
     coefficients: Float[Array, "*C"],
     inputs: Float[Array, "*B"],
@@ -106,9 +107,10 @@ def log_linear_recurrence(
     del shape[axis]
     initial = jnp.full(shape, -jnp.inf, log_inputs.dtype) if initial is None else initial
     initial = jnp.broadcast_to(initial, shape)
-    return _total(_log_linear_recurrence(axis, log_coefficients, log_inputs, initial))
+    return _log_total(axis, log_coefficients, log_inputs, initial)
 
 
+@partial(jax.jit, static_argnames="axis")
 def convex_recurrence(
     log_coefficients: Float[Array, "*_"],
     log_inputs: Float[Array, "*B"],
@@ -199,6 +201,11 @@ def _log_linear_recurrence(axis, log_a, log_b, initial):
     )
     largest, total = _add(before, log_product, total)
     return _join_chunks(largest, length, axis), _join_chunks(jnp.log(total), length, axis)
+
+
+@partial(jax.jit, static_argnums=0)
+def _log_total(axis: int, log_a: Array, log_b: Array, initial: Array) -> Array:
+    return _total(_log_linear_recurrence(axis, log_a, log_b, initial))
 
 
 def _total(parts: tuple[Array, Array]) -> Array:

@@ -86,7 +86,7 @@ def segment_decay(
 
 
 # Compiled once outside another `jit`.
-@partial(jax.jit, static_argnames="attends_to_itself", inline=True)
+@partial(jax.jit, static_argnames="attends_to_itself")
 def recur(
     tokens: MatrixOperands, state: Float[Array, "X K V"], *, attends_to_itself: bool = True
 ) -> tuple[Float[Array, "B T N R V"], Float[Array, "X K V"]]:

@@ -113,7 +113,7 @@ class _Tiles(NamedTuple):
     offset: Array | None = None
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # compiled once outside another `jit`
+@partial(jax.jit, static_argnums=0)  # compiled once outside another `jit`
 def attention(
     problem: Problem,
     query: Array,

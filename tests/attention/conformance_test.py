@@ -130,8 +130,7 @@ def able(*capabilities: str, among: Any = VARIANTS, short: Any = REPRESENTATIVES
     for variant in among:
         can = shapes_of(variant).capabilities
         if all(getattr(can, capability) for capability in capabilities):
-            marks = [pytest.mark.xdist_group(f"layer {variant}")]
-            marks += [pytest.mark.nightly] * (variant not in short)
+            marks = [pytest.mark.nightly] * (variant not in short)
             params.append(pytest.param(variant, marks=marks))
     return pytest.mark.parametrize("variant", params)
 

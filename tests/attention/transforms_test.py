@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import flax
@@ -21,10 +22,14 @@ from tests.attention.small import MODEL_DIM, NUM_HEADS, random_layer
 
 LENGTH, ROWS = 24, 3
 SHORT = "linear", "softmax"
+SHORT_PAIRS = {("log", "gradient outside jit"), ("mlstm", "gradient outside jit")}
 REVERSE_ONLY = {"additive", "l1", "l1_sparse", "log", "log_window", "performer"}
 """Mechanisms with a custom backward pass."""
 NOT_QUANTIZED = {"colt5", "log_window", "mla", "rmt"}
 """Mechanisms that use weights outside of Flax's layers, which qwix refuses."""
+
+COMPILED_AGAIN = {"rmt"}
+"""Mechanisms with a loop over a function that they are given."""
 
 
 @cache
@@ -107,6 +112,25 @@ def jvp(name: str) -> None:
     np.testing.assert_allclose(forward, reverse, rtol=1e-3, atol=1e-4)
 
 
+def gradient_outside_jit(name: str) -> None:
+    """Equal calls are compiled once, backward passes included."""
+    layer, x, compiled = layer_of(name), jnp.asarray(inputs()), []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(2):
+            before = len(compiled)
+            nnx.grad(lambda layer: jnp.sum(layer(x)))(layer)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert before > 0
+    assert len(compiled) == before or name in COMPILED_AGAIN
+
+
 def donate(name: str) -> None:
     """A step that is given its state's memory."""
     layer = layer_of(name)
@@ -183,6 +207,7 @@ TRANSFORMS = {
     "scan": scan,
     "remat": remat,
     "jvp": jvp,
+    "gradient outside jit": gradient_outside_jit,
     "donate": donate,
     "nnx.jit": nnx_jit,
     "jit": plain_jit,
@@ -194,9 +219,13 @@ TRANSFORMS = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in qwix, of Flax
-@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.nightly] * (x not in SHORT)) for x in names()]
+    ("name", "transform"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.nightly] * (not is_short))
+        for pair in product(names(), TRANSFORMS)
+        for is_short in [pair[0] in SHORT or pair in SHORT_PAIRS]
+    ],
 )
 def test_each_mechanism_under_each_transform(name, transform):
     TRANSFORMS[transform](name)

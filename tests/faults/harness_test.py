@@ -16,7 +16,6 @@ from heinsen_jax.interop.harness_options import generation_options, positive_or_
 from heinsen_jax.interop.transformers import import_model
 
 pytestmark = [
-    pytest.mark.xdist_group("harness"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]

@@ -17,8 +17,6 @@ from tests.conftest import GOLDEN_FOLDER
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
-pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared run
-
 
 @pytest.fixture(scope="module")
 def new(run):

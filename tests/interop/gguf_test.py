@@ -21,8 +21,6 @@ from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply
 
-pytestmark = [pytest.mark.xdist_group("interop")]
-
 FOLDER = GOLDEN_FOLDER / "transformers"
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,

@@ -28,7 +28,6 @@ from tests.models.mechanisms_test import build
 from tests.models.small import random_model
 
 pytestmark = [
-    pytest.mark.xdist_group("interop"),  # one worker trains the shared run
     pytest.mark.filterwarnings(
         "ignore::DeprecationWarning"
     ),  # warnings of the harness and its dependencies

@@ -21,7 +21,6 @@ from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.runs.weights import save_weights
 from tests.models.small import apply
 
-pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared run
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 20))
 
 

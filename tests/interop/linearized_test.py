@@ -25,7 +25,7 @@ from heinsen_jax.training.settings import resolve_settings
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply
 
-pytestmark = [pytest.mark.xdist_group("interop"), pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

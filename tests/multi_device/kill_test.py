@@ -59,7 +59,6 @@ def last_state(workdir: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.nightly
-@pytest.mark.xdist_group("kill")
 def test_killed_at_twenty_moments(tmp_path):
     (tmp_path / "words.txt").write_text("attention at constant cost per token " * 500)
     (tmp_path / "tiny.py").write_text(CONFIG)

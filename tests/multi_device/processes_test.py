@@ -17,8 +17,6 @@ from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.runtime import distributed
 from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
-pytestmark = pytest.mark.xdist_group("processes")  # one worker creates shared fixtures
-
 STEPS = 30
 CONFIG = f"""
 from heinsen_jax.config import *

@@ -46,8 +46,7 @@ def ops_with(condition: Callable[[Op], Any], short: Collection[str] = SHORT) -> 
     params = []
     for name, op in OPS.items():
         if condition(op):
-            marks = [pytest.mark.xdist_group(f"op {name}")]
-            marks += [pytest.mark.nightly] * (name not in short)
+            marks = [pytest.mark.nightly] * (name not in short)
             params.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("name", params)
 

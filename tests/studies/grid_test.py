@@ -124,8 +124,8 @@ def for_each_study(nightly: Collection[str] = ()) -> pytest.MarkDecorator:
     """Run a test for all studies, for some of them nightly."""
 
     def param(path: Path) -> Any:
-        marks = [pytest.mark.xdist_group(path.stem), pytest.mark.nightly]
-        return pytest.param(path, id=path.stem, marks=marks[: 1 + (path.stem in nightly)])
+        marks = [pytest.mark.nightly] * (path.stem in nightly)
+        return pytest.param(path, id=path.stem, marks=marks)
 
     return pytest.mark.parametrize("path", [*map(param, STUDIES)])
 

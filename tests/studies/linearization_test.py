@@ -14,8 +14,6 @@ COMPARED = {"linearize_python": ("10%",), "linearize_shakespeare": ("3%", "30%")
 """Fractions of the tokens of which all models are run."""
 NAMES = [*COMPARED]
 
-pytestmark = pytest.mark.xdist_group("linearization")  # one worker builds the models
-
 
 @pytest.mark.parametrize(("name", "compared"), [*COMPARED.items()])
 def test_all_models_with_a_budget_have_the_same_tokens(name, compared):

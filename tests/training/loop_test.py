@@ -23,8 +23,6 @@ from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, initializer
 
-pytestmark = pytest.mark.xdist_group("loop")  # one worker creates shared fixtures
-
 
 def run(workdir, config, **options) -> TrainingResult:
     workdir.mkdir(exist_ok=True)

@@ -79,7 +79,7 @@ class Arguments:
         return jnp.promote_types(jnp.result_type(self.dtype, *states), jnp.float32)
 
 
-@partial(jax.jit, inline=True)  # so that equal calls outside another `jit` are compiled once
+@jax.jit  # so that equal calls and gradients outside another `jit` are compiled once
 def attend(arguments: Arguments) -> tuple[Array, State]:
     """Return the output and the state after all tokens for arguments that passed `check`."""
     if arguments.is_log and jnp.iscomplexobj(arguments.value):

@@ -1,8 +1,6 @@
 """Log-attention under an arbitrary mask, in quadratic time, since a state cannot mask single
 tokens."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +12,7 @@ SMALL = 2**22  # number of terms Q_tk + K_sk up to which storing them all is fas
 FEWEST = 16  # queries computed at a time, if not all
 
 
-@partial(jax.jit, inline=True)  # so that equal calls outside another `jit` are compiled once
+@jax.jit  # so that equal calls outside another `jit` are compiled once
 @typed
 def masked_attention(
     query: Float[Array, "*B T N K"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import jax
@@ -293,7 +292,7 @@ def read_all(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, A
     return jnp.moveaxis(y, 3, 1), after
 
 
-@partial(jax.jit, inline=True)
+@jax.jit
 def absorb(state: Averages, key: Array, log_value: Array) -> Averages:
     """Merge a state in log space with tokens of key `[..., S, K]` and log_value `[..., S, V]`."""
     if key.shape[-2] == 0:
@@ -312,7 +311,7 @@ def absorb(state: Averages, key: Array, log_value: Array) -> Averages:
     return state
 
 
-@partial(jax.jit, inline=True)
+@jax.jit
 def attend(state: Averages, query: Array) -> Array:
     """Read a state in log space, with query `[..., T, K]`."""
     if query.shape[-2] == 0:

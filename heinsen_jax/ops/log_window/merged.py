@@ -47,7 +47,7 @@ class _Tokens(NamedTuple):
         return self.key, self.value, self.key_features, self.log_decay
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)  # compiled once outside another `jit`
+@partial(jax.jit, static_argnums=(0, 1))  # compiled once outside another `jit`
 def attend(
     window_size: int,
     attention: AttentionPasses,

@@ -50,6 +50,7 @@ GOLDEN_FOLDER = ROOT / "tests" / "golden"
 REPOSITORY = {
     *("docs", "docstrings_test", "language_test", "site_test", "notebooks_test", "mutations_test"),
     *("packaging_test", "scripts_test", "benchmarks_test", "compile_size_test"),
+    *("slim_test", "report_test", "linearization_test"),
 }
 """Files and folders of tests about the repository more than about what the package computes."""
 

@@ -114,6 +114,19 @@ def few_comparisons(monkeypatch) -> None:
     monkeypatch.setattr(comparison, "COPIED", (16,))
 
 
+@pytest.fixture(scope="module")
+def teacher(small, tmp_path_factory) -> Path:  # noqa: F811
+    """A trained model of three layers with softmax attention."""
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax", block="llama", num_layers=3),
+        training=replace(small.training, sample_tokens=0),
+    )
+    folder = tmp_path_factory.mktemp("teacher")
+    train(prepare_run(chosen, folder))
+    return folder
+
+
 def command(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["linearize", *arguments])
     monkeypatch.setattr(distributed, "initialize", lambda *_: None)  # only at the start
@@ -297,13 +310,7 @@ def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys)
     assert said.count("next, generate text") == 1, "stage 2 alone is a model to generate with"
 
 
-def test_all_runs_must_fit_before_the_first_is_trained(small, tmp_path, monkeypatch, capsys):  # noqa: F811
-    chosen = replace(small, model=replace(small.model, attention="softmax"))
-    chosen = replace(chosen, training=replace(chosen.training, sample_tokens=0, steps=2))
-    teacher = tmp_path / "teacher"
-    teacher.mkdir()
-    train(prepare_run(chosen, teacher))
-
+def test_all_runs_must_fit_before_the_first_is_trained(teacher, tmp_path, monkeypatch, capsys):
     def trained(*_):
         raise AssertionError("a stage is trained")
 
@@ -366,16 +373,8 @@ def test_layers_are_chosen_by_the_divergence(small, tmp_path):  # noqa: F811
 
 
 @pytest.fixture
-def arguments_with_choice(small, tmp_path) -> list[str]:  # noqa: F811
-    """Options for a trained teacher of three layers, of which one is kept."""
-    chosen = replace(
-        small,
-        model=replace(small.model, attention="softmax", block="llama", num_layers=3),
-        training=replace(small.training, sample_tokens=0),
-    )
-    teacher = tmp_path / "teacher"
-    teacher.mkdir()
-    train(prepare_run(chosen, teacher))
+def arguments_with_choice(teacher, tmp_path) -> list[str]:
+    """Options for a teacher of three layers, of which one is kept."""
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear"), "--keep", "auto:1"]
     arguments += ["--attention", "log_window:window_size=4", "--steps", "8"]
     return [*arguments, "--initialization-tokens", "512"]
@@ -396,23 +395,12 @@ def test_a_linearization_in_two_stages_keeps_its_choice(
 
 @pytest.mark.usefixtures("few_comparisons")
 def test_a_linearization_with_its_baselines(arguments_with_choice, tmp_path, monkeypatch, capsys):
-    """By default: layers to keep are chosen once, microbatches fit into memory, and the teacher and
-    windows alone are trained as long."""
+    """By default: layers to keep are chosen once, and the teacher and windows alone are trained as
+    long."""
     arguments, workdir = arguments_with_choice, tmp_path / "linear"
-    measured = program.memory_of
-
-    def large(update):
-        memory = measured(update)
-        return memory._replace(workspace=memory.workspace * 10**5)
-
-    monkeypatch.setattr(program, "memory_of", large)
-    smallest = []
-    monkeypatch.setattr(memory_module.Limits, "allow", lambda self, memory: smallest[-1](memory))
-    smallest.append(lambda memory: memory.workspace < 10**5 * 2.2e6)
     assert command(monkeypatch, *arguments) == 0
     said = capsys.readouterr().out
     (kept,) = re.findall(r"^layers to keep: (\d)$", said, re.M)
-    assert re.search(r"^linearized: to fit into memory: microbatches of \d sequences", said, re.M)
     results = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     names = ["teacher", "linearized", "teacher trained further", "windows alone"]
     assert [row["name"] for row in results] == names
@@ -424,20 +412,38 @@ def test_a_linearization_with_its_baselines(arguments_with_choice, tmp_path, mon
     windows = load_run(f"{workdir}-window")[0].config
     assert windows.layer_pattern[int(kept)] == "softmax"
     assert windows.mechanisms()[(int(kept) + 1) % 3].window_size == 4
-    steps = load_config(workdir / "config.json").training.accumulation_steps
-    assert steps > 1
-    smallest.append(lambda memory: True)
-    assert command(monkeypatch, *arguments) == 0  # resumes with the same layers and microbatches
+    assert command(monkeypatch, *arguments) == 0  # resumes with the same layers
     said = capsys.readouterr().out
     assert f"layers to keep: {kept}" in said
     assert said.count("nothing is left to train") == 3
-    assert load_config(workdir / "config.json").training.accumulation_steps == steps
     other = [*arguments[:5], "auto:2", *arguments[6:]]
     assert command(monkeypatch, *other) == 2
     assert "holds a run that keeps 1 layers; give that number" in capsys.readouterr().err
     wrong = [*arguments[:5], "auto:1", "0", *arguments[6:]]
     assert command(monkeypatch, *wrong) == 2
     assert "--keep auto:1 0: give auto:N alone" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_microbatches_fit_into_memory(arguments_with_choice, tmp_path, monkeypatch, capsys):
+    arguments, path = [*arguments_with_choice, "--no-baselines"], tmp_path / "linear/config.json"
+    measured = program.memory_of
+
+    def large(update):
+        memory = measured(update)
+        return memory._replace(workspace=memory.workspace * 10**5)
+
+    monkeypatch.setattr(program, "memory_of", large)
+    smallest = [lambda memory: memory.workspace < 10**5 * 2.2e6]
+    monkeypatch.setattr(memory_module.Limits, "allow", lambda self, memory: smallest[-1](memory))
+    assert command(monkeypatch, *arguments) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^linearized: to fit into memory: microbatches of \d sequences", said, re.M)
+    steps = load_config(path).training.accumulation_steps
+    assert steps > 1
+    smallest.append(lambda memory: True)
+    assert command(monkeypatch, *arguments) == 0  # resumes with the same microbatches
+    assert load_config(path).training.accumulation_steps == steps
 
 
 @pytest.mark.usefixtures("few_comparisons")

@@ -24,6 +24,12 @@ class Fault(NamedTuple):
 
 
 LOG_ATTENTION_FAULTS = {
+    "gradients that are compiled at every call": Fault(
+        "heinsen_jax/ops/log_attention/call.py",
+        "@jax.jit  # so that equal calls and gradients",
+        "@partial(jax.jit, inline=True)  # so that equal calls and gradients",
+        ("tests/attention/transforms_test.py",),
+    ),
     "a mask off by one": Fault(
         "heinsen_jax/ops/log_attention/fast.py",
         "jnp.tri(size, dtype=bool)",

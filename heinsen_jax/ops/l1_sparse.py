@@ -127,7 +127,7 @@ def _attend(
     normalize: bool,
     tokens: tuple[Array, Array, Array, Array | None],
     edges: Array,
-    in_range: Array | float,
+    in_range: Any,  # 1, or NaN
 ) -> tuple[Array, ...]:
     query, key, value, value_back = tokens
     *batch, length, heads, depth = query.shape

@@ -24,7 +24,8 @@ class Reset:
     """Replace states whose columns are nearly collinear by an orthonormal basis.
 
     Attributes:
-      cosine: a state is replaced if the cosine between two of its columns exceeds this.
+      cosine: a state is replaced if the cosine between two of its columns exceeds this; a number
+        that is not traced.
     """
 
     cosine: float = 0.99
@@ -85,7 +86,8 @@ def chain_products(
     if implementation not in ("sequential", "parallel"):
         raise ValueError(f"implementation={implementation!r} must be 'sequential' or 'parallel'")
     compute = _sequential if implementation == "sequential" else _parallel
-    return compute(return_all, reset, matrices, start).goom()
+    reset = None if reset is None else Reset(float(reset.cosine))
+    return compute(bool(return_all), reset, matrices, start).goom()
 
 
 def square(name: str, matrices: T) -> T:

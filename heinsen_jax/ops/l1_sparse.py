@@ -116,7 +116,7 @@ def l1_sparse_attention(
         check_array("value_back", value_back, (expected,), jnp.floating)
     edges, in_range = _checked(edges, query.shape[-3], key.shape[-3])
     y, *back = _attend(
-        float(denominator_bias), normalize, (query, key, value, value_back), edges, in_range
+        float(denominator_bias), bool(normalize), (query, key, value, value_back), edges, in_range
     )
     return (y, *back) if back else y
 

@@ -122,7 +122,7 @@ def build(variant: str, **options: Any) -> attention.Attention:
 
 
 def able(*capabilities: str, among: Any = VARIANTS, short: Any = REPRESENTATIVES) -> Any:
-    """Run a test for all variants with these capabilities; one worker runs all tests of a variant.
+    """Run a test for all variants with these capabilities.
 
     Variants that are not in `short` run nightly.
     """

@@ -39,7 +39,7 @@ SINGLE |= {"gated, by feature", "delta rule, by feature", "mlstm"}
 
 
 def ops_with(condition: Callable[[Op], Any], short: Collection[str] = SHORT) -> Any:
-    """Run a test for each of these ops; one worker compiles an op and runs all its tests.
+    """Run a test for each of these ops.
 
     Ops that are not in `short` run nightly.
     """

@@ -23,6 +23,9 @@ each_graph = pytest.mark.parametrize("graph", ["graph", "full", "causal", "dup"]
 def small_blocks(monkeypatch):
     """Blocks of at most 64 edges, the last one incomplete."""
     monkeypatch.setattr(l1_sparse, "NUMBERS", 1)
+    jax.clear_caches()  # of calls with larger blocks
+    yield
+    jax.clear_caches()
 
 
 def draw(batch=(), length=9, sources=11, heads=2, groups=2, depth=3, value_depth=4, seed=0):

@@ -114,7 +114,7 @@ def test_fields_that_fit_only_together_are_set_together():
     assert (run.config.model.max_length, run.config.model.positions) == (8, "learned")
 
 
-@cache  # a worker runs all tests of a study
+@cache  # for all tests of a study
 def load_with_runs(path: Path) -> tuple[Study, list[Run]]:
     study = load_study(path)
     return study, study.first_seed_runs()

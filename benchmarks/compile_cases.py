@@ -200,7 +200,7 @@ LOG_ATTENTION = {
         partial(ops.log_attention, is_causal=False), QKV, LARGER, max_bytes=115_000
     ),
     "log_attention, scan": Case(
-        partial(ops.log_attention, implementation="scan"), QKV, LARGER, max_bytes=122_000
+        partial(ops.log_attention, implementation="scan"), QKV, LARGER, max_bytes=120_000
     ),
     "log_attention, reference": Case(
         partial(ops.log_attention, implementation="reference"), QKV, LARGER

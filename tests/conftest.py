@@ -4,9 +4,9 @@ request.
 Tests spend most time on compilation. Compiled functions are therefore cached across runs in
 `.pytest_cache/jax` (`rm -r .pytest_cache` clears it), and compiled with few optimizations, except
 in modules that use `as_users_compile`. JAX 0.10 still has older fusion emitters, which compile
-log-attention in a quarter of the time: tests use them there, and compile a program in one part,
-which needs 5% less time, and the newer ones elsewhere. A file runs in one process, in which its
-tests share compiled functions. Garbage is collected rarely, since tracing creates many long-lived
+log-attention in a quarter of the time: tests use them there, without parallel code generation, as
+all cores run tests, and the newer ones elsewhere. A file runs in one process, in which its tests
+share compiled functions. Garbage is collected rarely, since tracing creates many long-lived
 objects.
 """
 

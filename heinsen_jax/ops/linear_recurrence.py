@@ -110,7 +110,6 @@ def log_linear_recurrence(
     return _log_total(axis, log_coefficients, log_inputs, initial)
 
 
-@partial(jax.jit, static_argnames="axis")
 def convex_recurrence(
     log_coefficients: Float[Array, "*_"],
     log_inputs: Float[Array, "*B"],

@@ -27,7 +27,6 @@ REVERSE_ONLY = {"additive", "l1", "l1_sparse", "log", "log_window", "performer"}
 """Mechanisms with a custom backward pass."""
 NOT_QUANTIZED = {"colt5", "log_window", "mla", "rmt"}
 """Mechanisms that use weights outside of Flax's layers, which qwix refuses."""
-
 COMPILED_AGAIN = {"rmt"}
 """Mechanisms with a loop over a function that they are given."""
 

@@ -19,6 +19,7 @@ from jax import lax
 from heinsen_jax import attention
 from heinsen_jax.attention import Attention, mechanism, names
 from tests.attention.small import MODEL_DIM, NUM_HEADS, random_layer
+from tests.compilations import compiles_again
 
 LENGTH, ROWS = 24, 3
 SHORT = "linear", "softmax"
@@ -113,22 +114,9 @@ def jvp(name: str) -> None:
 
 def gradient_outside_jit(name: str) -> None:
     """Equal calls are compiled once, backward passes included."""
-    layer, x, compiled = layer_of(name), jnp.asarray(inputs()), []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            compiled.append(seconds)
-
-    jax.clear_caches()
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for _ in range(2):
-            before = len(compiled)
-            nnx.grad(lambda layer: jnp.sum(layer(x)))(layer)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert before > 0
-    assert (len(compiled) > before) == (name in COMPILED_AGAIN)
+    layer, x = layer_of(name), jnp.asarray(inputs())
+    again = compiles_again(lambda: nnx.grad(lambda layer: jnp.sum(layer(x)))(layer))
+    assert again == (name in COMPILED_AGAIN)
 
 
 def donate(name: str) -> None:

@@ -25,13 +25,18 @@ compares models, not positions, as tokens differ.
 All models have four layers of width 128 with a convolution of 4 tokens before each branch, and MLPs
 whose width is chosen so that they have 1.05M to 1.07M parameters. They have four heads, if no other
 number is given; fewer heads are larger, and so is their state. In hybrids, softmax attention has no
-positions, or ALiBi; "alternating" has two layers of each kind. Windows have rotary positions;
-`log_window` merges one with log-attention over all earlier tokens. Keys of Mamba-2, its state size
-per channel, have 32 numbers like keys of the other mechanisms, if the name has no other number; 128
-were published.
+positions, or ALiBi; "alternating" has two layers of each kind. Windows have rotary positions. Keys
+of Mamba-2, its state size per channel, have 32 numbers like keys of the other mechanisms, if the
+name has no other number; 128 were published. Llama's block has SwiGLU, and no convolution but those
+of Gated DeltaNet itself. Six models have three seeds, the others two.
 """
 LENGTHS = 32, 128, 512, 2048
 BASELINE = "log, decay by head"
+FIRST = (
+    *(BASELINE, "softmax, ALiBi", "FoX", "Gated DeltaNet"),
+    *("3 log, then softmax", "3 Gated DeltaNet, then softmax"),
+)
+"""Models with a third seed."""
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
     "softmax, ALiBi": sweeps.COLORS["softmax"],
@@ -43,6 +48,7 @@ COLORS = {
 }
 GATED, KIMI = "gated_deltanet", "kda"
 MAMBA2 = Layers("mamba2", options={"key_depth": 32})
+LLAMA: Fields = {"model.block": "llama"}
 ALIBI = Layers("softmax", options={"positions": "alibi"})
 
 
@@ -78,8 +84,6 @@ def hybrids() -> sweeps.Sweep:
 
 def models() -> sweeps.Sweep:
     slots = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
-    merged = Layers("log_window", options={"positions": "rotary"})
-    short = Layers("log", options={"max_timescale": 64})
     return {
         BASELINE: model("log"),
         "softmax, no positions": model(sweeps.SOFTMAX),
@@ -88,6 +92,8 @@ def models() -> sweeps.Sweep:
         "FoX": model("fox"),
         "Gated DeltaNet": model(GATED, 384),
         **hybrids(),
+        "softmax, rotary, Llama's block": model("softmax", 352) | LLAMA,
+        "Gated DeltaNet, Llama's block": model(GATED, 256) | LLAMA,
         "Gated DeltaNet, 2 heads": model(GATED, 384, num_heads=2),
         "Gated DeltaNet, 1 head": model(GATED, 384, num_heads=1),
         "Kimi Delta Attention": model(KIMI, 448),
@@ -96,13 +102,11 @@ def models() -> sweeps.Sweep:
         "log, decay by head, 2 heads": model("log", num_heads=2),
         "log, decay by head, 1 head": model("log", num_heads=1),
         "log, slots": model(slots, 576),
-        "log, time constants up to 64": model(short),
         "Mamba-2": model(MAMBA2, 352),
         "Mamba-2, state of 128": model("mamba2", 256),
         "GLA": model("gla", 496),
         "Taylor": model("taylor", 608),
         "window of 64, rotary": model(sweeps.WINDOW),
-        "window of 64 merged with log": model(merged, 480),
     }
 
 
@@ -121,8 +125,9 @@ def get_study() -> Study:
         axes={
             "model": models(),
             "learning_rate": sweeps.learning_rates(4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
-            "seed": sweeps.seeds(1, 2),
+            "seed": sweeps.seeds(1, 2, 3),
         },
+        select=lambda labels: labels["seed"] != "3" or labels["model"] in FIRST,
         search="neighbors",
         metric="test_loss",
         selected_by="loss",

@@ -1,0 +1,69 @@
+"""Language models of Python code with fewer and with more updates: does their order change?
+
+python -m studies code_contexts_updates --jobs 2 --reuse DIR
+
+Needs about six hours on two CPU cores, if DIR has the results of the study code_contexts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from studies import Points, PositionPlot, Study, load_study, sweeps
+from studies.grid import FieldValue
+from studies.grids.code_contexts import BEST, LENGTHS
+
+ABOUT = """
+Models of the study code_contexts with 300, 600 and 2400 updates, each with its own decay of the
+learning rate, and its own best peak, of two peaks only for 2400 updates. These models are also
+tested on sequences of 8192 tokens. A twentieth of the files chooses the learning rates; losses are
+of another twentieth. `benchmarks/equal_budgets.py` compares them at equal FLOPs and at equal time.
+"""
+UPDATES = 300, 600, 2400
+LONGEST = 8192
+
+
+def length_of_training(updates: int) -> dict[str, FieldValue]:
+    fields: dict[str, FieldValue] = {
+        "training.steps": updates,
+        "training.evaluate_every": updates,
+        "optimizer.warmup_steps": updates // 10,
+    }
+    return fields if updates == UPDATES[-1] else fields | {"data.test_lengths": LENGTHS}
+
+
+def is_run(labels: Mapping[str, str]) -> bool:
+    return labels["updates"] != str(UPDATES[-1]) or labels["learning_rate"] in ("0.008", "0.016")
+
+
+def get_study() -> Study:
+    same = load_study("code_contexts").restricted("model", BEST)
+    data = replace(same.base.data, test_lengths=(*LENGTHS, LONGEST))
+    colors, unit = same.plots[0].highlighted, "nats per token"
+    return replace(
+        same,
+        title="Python code: loss and number of updates",
+        about=ABOUT,
+        base=replace(same.base, data=data),
+        axes={
+            "model": same.axes["model"],
+            "updates": {str(updates): length_of_training(updates) for updates in UPDATES},
+            "learning_rate": same.axes["learning_rate"],
+            "seed": sweeps.seeds(1, 2),
+        },
+        select=is_run,
+        extra_metrics=("test_loss_2048", f"test_loss_{LONGEST}"),
+        plots=(
+            *(
+                Points(metric, x="flops", lines="model", unit=unit, highlighted=colors)
+                for metric in ("test_loss", "test_loss_2048")
+            ),
+            PositionPlot(
+                LONGEST,
+                metric="test_loss",
+                lines="model",
+                where={"updates": str(UPDATES[-1])},
+                unit=unit,
+                highlighted=colors,
+            ),
+        ),
+    )

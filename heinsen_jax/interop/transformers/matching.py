@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -55,18 +56,10 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
         if only not in (name, None):
             continue
         try:
-            given = {k: facts[k] for k in kind.model_fields if k in facts}
-            if "rope" in given and given["rope"].rope_theta is None and not kind.may_lack_positions:
-                del given["rope"]  # so that the difference is named
-            family = kind.model_validate(given)
+            family = _family_with(facts, kind)
             candidate = resolved(family.to_model())
         except ValueError as error:
-            problem = str(error)
-            if isinstance(error, pydantic.ValidationError):
-                first = error.errors()[0]
-                description = describe_problem(first)
-                problem = f"its field {description}" if first["loc"] else description
-            problems[name], distances[name] = [problem], math.inf
+            problems[name], distances[name] = [_reason(error)], math.inf
             continue
         every = sorted(candidate.keys() | wanted.keys())
         differing = [key for key in every if not _equal(candidate.get(key), wanted.get(key))]
@@ -86,6 +79,23 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
     )
 
 
+def _family_with(facts: Mapping[str, Any], kind: type[Family]) -> Family:
+    """The family with the values for its fields."""
+    given = {k: facts[k] for k in kind.model_fields if k in facts}
+    if "rope" in given and given["rope"].rope_theta is None and not kind.may_lack_positions:
+        del given["rope"]  # so that the difference is named
+    return kind.model_validate(given)
+
+
+def _reason(error: ValueError) -> str:
+    """Why a family cannot have an architecture."""
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    description = describe_problem(first)
+    return f"its field {description}" if first["loc"] else description
+
+
 def _equal(first: object, second: object) -> bool:
     """Whether two values are equal, numbers up to rounding."""
     if isinstance(first, float) and isinstance(second, float):
@@ -99,15 +109,48 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     number = config.num_layers // len(whole)
     pairs = zip(config.layer_pattern, whole, strict=True)
     layers = [part for pair in pairs for part in parts_of(*pair).values()]
+    sizes = vars(config) | {
+        "mlp_dim": config.mlp_width,
+        "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
+    }
+    facts = _facts_of_softmax(layers, number)
+    for kind, describe in RECURRENT.items():
+        if (layer := next((x for x in layers if isinstance(x, kind)), None)) is not None:
+            facts |= describe(layer)
+    names = ("hidden_act", "activation_function", "mlp_hidden_act") if config.mlp_kind else ()
+    facts |= dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
+    if {*config.layer_pattern} <= LAYER_TYPES.keys():
+        facts["layer_types"] = [LAYER_TYPES[x] for x in config.layer_pattern] * number
+    if {*config.layer_pattern} <= LETTERS.keys():
+        letters = [LETTERS[x.mechanism] + "-" * x.has_mlp for x in config.layers]
+        facts["hybrid_override_pattern"] = "".join(letters * number)
+    return facts | {
+        **{name: sizes[field] for name, field in FIELDS.items()},
+        "mlp_bias": config.mlp_has_bias,
+        "mlp_multipliers": [config.mlp_gate_multiplier, config.mlp_multiplier],
+        "lm_head_multiplier": 1 / config.logit_divisor,
+        "block_auto_adjust_ff_dim": False,
+        "num_local_experts": 0,
+    }
+
+
+def _facts_of_softmax(layers: Sequence[Attention], number: int) -> dict[str, Any]:
+    """Values of attention to tokens, given the layers of a period and the number of periods."""
     softmax = [x for x in layers if isinstance(x, RotaryAttention)]
     rotary = [x for x in softmax if x.config.positions == "rotary"]
     windows: list[Any] = [x for x in softmax if hasattr(x.config, "window_size")]
     layer: Any = ([x for x in rotary if x not in windows] or rotary or softmax or layers)[0]
     options: Any = layer.config
-    facts: dict[str, Any] = {}
-    facts["sliding_window"] = windows[0].config.window_size if windows else None
+    facts = {
+        "sliding_window": windows[0].config.window_size if windows else None,
+        "num_key_value_heads": getattr(layer, "num_kv_heads", None),
+        "head_dim": getattr(layer, "key_depth", None),
+        "position_embedding_type": "rope" if rotary else "nope",
+    }
     if windows:
         facts["rope_local_base_freq"] = windows[0].config.rotary_base
+    if hasattr(options, "use_bias"):
+        facts["attention_bias"] = options.use_bias
     if isinstance(options, PositionsConfig):
         plain = windows[0].config.scale if windows else None
         facts["rope"] = rope = Rope.of(options, layer.key_depth, plain)
@@ -118,66 +161,50 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
         facts["attention_out_multiplier"] = options.output_multiplier
     if all(getattr(x.config, "positions", "") in ("rotary", "none") for x in layers):
         facts["no_rope_layers"] = [int(x in rotary) for x in layers] * number
-    sizes = vars(config) | {
-        "mlp_dim": config.mlp_width,
-        "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
+    return facts
+
+
+def _facts_of_gated_deltanet(layer: GatedDeltaNetAttention) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": layer.num_key_heads,
+        "linear_num_value_heads": layer.num_heads,
+        "linear_key_head_dim": layer.key_depth,
+        "linear_value_head_dim": layer.value_depth,
+        "linear_conv_kernel_dim": layer.config.convolution_size,
+        "linear_allow_neg_eigval": layer.config.negative_eigenvalues,
     }
-    names = ("hidden_act", "activation_function", "mlp_hidden_act") if config.mlp_kind else ()
-    facts |= dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
-    if {*config.layer_pattern} <= LAYER_TYPES.keys():
-        facts["layer_types"] = [LAYER_TYPES[x] for x in config.layer_pattern] * number
-    linear = next((x for x in layers if isinstance(x, GatedDeltaNetAttention)), None)
-    if linear is not None:
-        facts |= {
-            "linear_num_key_heads": linear.num_key_heads,
-            "linear_num_value_heads": linear.num_heads,
-            "linear_key_head_dim": linear.key_depth,
-            "linear_value_head_dim": linear.value_depth,
-            "linear_conv_kernel_dim": linear.config.convolution_size,
-            "linear_allow_neg_eigval": linear.config.negative_eigenvalues,
-        }
-    mamba = next((x for x in layers if isinstance(x, Mamba2Attention)), None)
-    if mamba is not None:
-        facts |= {
-            **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), mamba.num_heads),
-            **dict.fromkeys(("mamba_n_groups", "n_groups"), mamba.num_key_heads),
-            **dict.fromkeys(("mamba_d_state", "ssm_state_size"), mamba.key_depth),
-            **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), mamba.value_depth),
-            **dict.fromkeys(("mamba_d_conv", "conv_kernel"), mamba.config.convolution_size),
-            **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), mamba.config.convolution_bias),
-            "mamba_expand": max(mamba.num_heads * mamba.value_depth // config.model_dim, 1),
-            "mamba_d_ssm": mamba.num_heads * mamba.value_depth,
-            "mamba_rms_norm": mamba.config.output_norm != "none",
-            "mamba_norm_before_gate": mamba.config.output_norm == "before_gate",
-            "ssm_multipliers": [
-                getattr(mamba.config, f"{name}_multiplier")
-                for name in ("gate", "value", "key", "query", "step")
-            ],
-            "ssm_out_multiplier": mamba.config.output_multiplier,
-        }
-    convolution = next((x for x in layers if isinstance(x, ShortConvolution)), None)
-    if convolution is not None:
-        facts["conv_L_cache"] = convolution.config.convolution_size
-        facts["conv_bias"] = convolution.config.use_bias
-    if {*config.layer_pattern} <= LETTERS.keys():
-        letters = [LETTERS[x.mechanism] + "-" * x.has_mlp for x in config.layers]
-        facts["hybrid_override_pattern"] = "".join(letters * number)
-    if hasattr(options, "use_bias"):
-        facts["attention_bias"] = options.use_bias
-    return (
-        facts
-        | {name: sizes[field] for name, field in FIELDS.items()}
-        | {
-            "num_key_value_heads": getattr(layer, "num_kv_heads", None),
-            "head_dim": getattr(layer, "key_depth", None),
-            "mlp_bias": config.mlp_has_bias,
-            "mlp_multipliers": [config.mlp_gate_multiplier, config.mlp_multiplier],
-            "lm_head_multiplier": 1 / config.logit_divisor,
-            "block_auto_adjust_ff_dim": False,
-            "num_local_experts": 0,
-            "position_embedding_type": "rope" if rotary else "nope",
-        }
-    )
+
+
+def _facts_of_mamba2(layer: Mamba2Attention) -> dict[str, Any]:
+    width = layer.num_heads * layer.value_depth
+    return {
+        **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), layer.num_heads),
+        **dict.fromkeys(("mamba_n_groups", "n_groups"), layer.num_key_heads),
+        **dict.fromkeys(("mamba_d_state", "ssm_state_size"), layer.key_depth),
+        **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), layer.value_depth),
+        **dict.fromkeys(("mamba_d_conv", "conv_kernel"), layer.config.convolution_size),
+        **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), layer.config.convolution_bias),
+        "mamba_expand": max(width // layer.model_dim, 1),
+        "mamba_d_ssm": width,
+        "mamba_rms_norm": layer.config.output_norm != "none",
+        "mamba_norm_before_gate": layer.config.output_norm == "before_gate",
+        "ssm_multipliers": [
+            getattr(layer.config, f"{name}_multiplier")
+            for name in ("gate", "value", "key", "query", "step")
+        ],
+        "ssm_out_multiplier": layer.config.output_multiplier,
+    }
+
+
+def _facts_of_convolution(layer: ShortConvolution) -> dict[str, Any]:
+    return {"conv_L_cache": layer.config.convolution_size, "conv_bias": layer.config.use_bias}
+
+
+RECURRENT: dict[type[Attention], Callable[[Any], dict[str, Any]]] = {
+    GatedDeltaNetAttention: _facts_of_gated_deltanet,
+    Mamba2Attention: _facts_of_mamba2,
+    ShortConvolution: _facts_of_convolution,
+}
 
 
 def resolved(config: LanguageModelConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 from beartype import beartype
@@ -70,10 +71,12 @@ __all__ = [
     "Segments",
     "Shaped",
     "Values",
+    "common_dtype",
     "config_dataclass",
     "exported_tuple",
     "pytree_dataclass",
     "typed",
+    "wide",
 ]
 
 if TYPE_CHECKING:
@@ -98,6 +101,18 @@ Decay: TypeAlias = Float[Array, "*B S G"] | Float[Array, "*B S G K"]
 
 F = TypeVar("F", bound=Callable)
 T = TypeVar("T")
+
+
+def common_dtype(*given: ArrayLike | DTypeLike) -> np.dtype:
+    """The dtype of sums of arrays, or of dtypes, by JAX's standard promotion, also where
+    `jax_numpy_dtype_promotion` is "strict"."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*given)
+
+
+def wide(*given: ArrayLike | DTypeLike) -> np.dtype:
+    """The common dtype, or float32 if that is wider."""
+    return common_dtype(common_dtype(*given), jnp.float32)
 
 
 def typed(function: F) -> F:

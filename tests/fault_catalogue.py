@@ -248,7 +248,7 @@ LOG_ATTENTION_FAULTS = {
     ),
     "a residual that is added twice": Fault(
         "heinsen_jax/attention/rmt.py",
-        "return (y - x).astype(x.dtype), state",
+        "return (y - x.astype(y.dtype)).astype(x.dtype), state",
         "return y.astype(x.dtype), state",
         ("tests/attention/oracle_test.py",),
     ),
@@ -290,6 +290,12 @@ OPS_FAULTS = {
         "return not is_symbolic(size) and size <= limit",
         "return size <= limit",
         ("tests/ops/export_test.py",),
+    ),
+    "dtypes that strict promotion refuses": Fault(
+        "heinsen_jax/typing.py",
+        'with jax.numpy_dtype_promotion("standard"):\n        return jnp.result_type(*given)',
+        "return jnp.result_type(*given)",
+        ("tests/goom/numbers_test.py",),
     ),
     "static fields missing in exported functions": Fault(
         "heinsen_jax/typing.py",
@@ -401,8 +407,8 @@ OPS_FAULTS = {
     ),
     "routed tokens without their weights": Fault(
         "heinsen_jax/ops/colt5.py",
-        "_routed(x, key_value_routing) * key_value_routing.weights[..., None]",
-        "_routed(x, key_value_routing)",
+        "_routed(x, key_value_routing).astype(weights.dtype) * weights",
+        "_routed(x, key_value_routing).astype(weights.dtype)",
         ("tests/ops/colt5_test.py",),
     ),
     "a denominator bias that is ignored": Fault(

@@ -11,14 +11,14 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.parameters import LayerOptions, layer_norm, linear, parameter
+from heinsen_jax.attention.parameters import LayerNorm, LayerOptions, linear, parameter
 from heinsen_jax.ops.additive import (
     AdditiveState,
     additive_pooling,
     additive_summary,
     additive_weights,
 )
-from heinsen_jax.typing import Array, Features, config_dataclass
+from heinsen_jax.typing import Array, Features, common_dtype, config_dataclass
 
 AdditiveStates: TypeAlias = tuple[AdditiveState, AdditiveState]
 
@@ -61,7 +61,7 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         square = partial(linear, width, width, use_bias=False, **options)
         self.query, self.key, self.value = (square(("embed", "heads")) for _ in range(3))
         self.project = square(("heads", "embed"))
-        self.norm = layer_norm(width, **options)
+        self.norm = LayerNorm(width, **options)
         self.query_weights = parameter(nnx.initializers.zeros, width, kind="vector", **options)
         self.key_weights = parameter(nnx.initializers.zeros, width, kind="vector", **options)
 
@@ -71,7 +71,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         first, second = call.state or (None, None)
         pooled, first = self._pool(self.query(x), self.query_weights, call.with_state(first))
         mixed = self.project(pooled) * self.key(x)
-        between = self.norm(x + mixed)
+        dtype = common_dtype(x, mixed)
+        between = self.norm(x.astype(dtype) + mixed.astype(dtype))
         pooled, second = self._pool(between, self.key_weights, call.with_state(second))
         y = mixed + pooled.astype(mixed.dtype) * self.value(x)
         return y, None if first is None or second is None else (first, second)

@@ -11,9 +11,18 @@ from flax import nnx
 
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.explicit_mesh import with_auto_axes
-from heinsen_jax.attention.parameters import LayerOptions, wide
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.sharding import current_mesh, rules_or_default, splits_tokens, use_rules
-from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
+from heinsen_jax.typing import (
+    Array,
+    DTypeLike,
+    Features,
+    Float,
+    Integer,
+    PyTree,
+    config_dataclass,
+    wide,
+)
 
 StateT = TypeVar("StateT")
 OtherT = TypeVar("OtherT")

@@ -11,7 +11,7 @@ from heinsen_jax.attention.parameters import LayerOptions, parameter, uniform
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention, SlidingWindowConfig
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.colt5 import Routing, conditional_attention, route, soft_top_k
-from heinsen_jax.typing import Array, Features, config_dataclass
+from heinsen_jax.typing import Array, Features, config_dataclass, wide
 
 SPREAD = 9 / 8  # tokens of the soft selection per token of the hard one
 
@@ -58,7 +58,7 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
     def _route(self, x: Array, router: nnx.Param[Array], max_tokens: int) -> Routing:
         count = min(max_tokens, x.shape[-2])
         scores = jnp.einsum("...td,d->...t", x, router[...].astype(x.dtype))
-        scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scores = scores.astype(wide(x))
         return route(soft_top_k(scores, min(SPREAD * count, x.shape[-2])), count)
 
     def apply(self, x: Features, call: CallArguments[Never]) -> tuple[Features, None]:

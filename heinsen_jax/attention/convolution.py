@@ -6,9 +6,9 @@ from typing import Unpack
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.parameters import LayerOptions, wide
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.arguments import segment_starts
-from heinsen_jax.typing import Array, Features, Float, Integer
+from heinsen_jax.typing import Array, Features, Float, Integer, wide
 
 
 class CausalConvolution(nnx.Module):

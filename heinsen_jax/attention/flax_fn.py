@@ -13,7 +13,7 @@ from heinsen_jax.ops.arguments import check_heads, check_same_length
 from heinsen_jax.ops.log_attention import heinsen_attention
 from heinsen_jax.ops.log_attention.api import Implementation
 from heinsen_jax.ops.log_attention.masked import masked_attention
-from heinsen_jax.typing import Array, DTypeLike, Mixed
+from heinsen_jax.typing import Array, DTypeLike, Mixed, wide
 
 AnyArray: TypeAlias = Array | np.ndarray
 
@@ -177,6 +177,6 @@ def _under_mask(query: Array, key: Array, value: Array, mask: AnyArray, is_causa
     mask = jnp.broadcast_to(mask, (*batch, mask.shape[-3], length, sources))
     if is_causal:
         mask = mask & jnp.broadcast_to(jnp.tri(length, dtype=bool), mask.shape)
-    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    dtype = wide(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     return masked_attention(query, key, value, mask)

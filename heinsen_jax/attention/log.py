@@ -21,7 +21,7 @@ from heinsen_jax.ops.log_attention import (
     log_attention,
 )
 from heinsen_jax.sharding import splits_tokens
-from heinsen_jax.typing import Array, Features, Float, Keys, Query, Values, config_dataclass
+from heinsen_jax.typing import Array, Features, Float, Keys, Query, Values, config_dataclass, wide
 
 INITIAL_SCALE = 2.0
 """Initial scale of normalized queries and keys with product features: at 1, the features of
@@ -195,7 +195,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         Returns:
           `[..., T, T, num_heads]`, at least float32; they sum to 1 over s, the second axis T.
         """
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        dtype = wide(x)
         query, key, _ = (heads.astype(dtype) for heads in self.heads(x))
         shared = self.num_heads // self.num_kv_heads
         log_decay = None if self.config.decay is None else self._log_decay(x, key)

@@ -16,12 +16,12 @@ from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.parameters import (
     LayerOptions,
     LowRank,
+    RMSNorm,
     in_float32,
     inverse_softplus_of_log_uniform,
     linear,
     log_of_uniform,
     parameter,
-    rms_norm,
 )
 from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
 from heinsen_jax.ops.mlstm import MLSTMState
@@ -221,7 +221,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         """The norm of the outputs, if any."""
         heads = self.num_heads if self.norms_heads_jointly else 1
         epsilon = self.config.norm_epsilon
-        return rms_norm(heads * self.value_depth, epsilon=epsilon, **options)
+        return RMSNorm(heads * self.value_depth, epsilon=epsilon, **options)
 
     def gates(self, x: Features) -> Gates:
         """The gates of the tokens, in at least float32."""
@@ -312,7 +312,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         del value
         flat = *x.shape[:-1], self.num_heads * self.value_depth
         y = self.norm(y.reshape(flat) if self.norms_heads_jointly else y).reshape(flat)
-        return self.output(y if self.gate is None else y * self.activated_gate(x))
+        if self.gate is not None:
+            y = y * self.activated_gate(x).astype(y.dtype)
+        return self.output(y)
 
     def activated_gate(self, x: Features) -> Array:
         """The output gate `[..., T, N V]`"""

@@ -10,7 +10,7 @@ import pydantic
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.parameters import LayerOptions, linear, parameter, rms_norm, uniform
+from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, linear, parameter, uniform
 from heinsen_jax.ops.mla import mla_attention
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Features, config_dataclass
@@ -70,10 +70,10 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         dense = partial(linear, use_bias=False, **options)
         if chosen.query_rank is not None:
             self.query_down = dense(model_dim, chosen.query_rank, ("embed", "mlp"))
-            self.query_norm = rms_norm(chosen.query_rank, **options)
+            self.query_norm = RMSNorm(chosen.query_rank, **options)
         self.query = dense(chosen.query_rank or model_dim, inner, ("embed", "heads"))
         self.down = dense(model_dim, self.rank + self.rotary_depth, ("embed", "mlp"))
-        self.norm = rms_norm(self.rank, **options)
+        self.norm = RMSNorm(self.rank, **options)
         init = uniform(self.rank**-0.5)
         self.key_up, self.value_up = (
             parameter(init, num_heads, self.rank, depth, kind="matrix", **options)

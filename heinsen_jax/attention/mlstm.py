@@ -12,9 +12,9 @@ from heinsen_jax.attention.matrix_state import (
     MatrixStateConfig,
     OfHeads,
 )
-from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter, wide
+from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
-from heinsen_jax.typing import Features, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass, wide
 
 SOFT_CAP = 15.0
 """Bound of the gates' logits, by 15 tanh(logit / 15)."""
@@ -77,6 +77,7 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         return {"log_input_gate": log_input, "log_forget_gate": jax.nn.log_sigmoid(forget)}
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        y = self.norm(y).reshape(*x.shape[:-1], self.num_heads * self.value_depth)
+        y = self.norm(in_float32(y)).astype(y.dtype)
+        y = y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         scale = jnp.broadcast_to(self.norm_scale[...].astype(y.dtype), y.shape)
         return self.output(y * scale * self.activated_gate(x))

@@ -10,10 +10,9 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from heinsen_jax.typing import Array, DTypeLike, Key
+from heinsen_jax.typing import Array, DTypeLike, Key, common_dtype, wide
 
 ParameterKind: TypeAlias = Literal["matrix", "embedding", "vector"]
 """Kind of a parameter for the optimizer, in the metadata `kind` of its variable.
@@ -131,32 +130,22 @@ class LowRank(nnx.Module):
         return self.up(self.down(x))
 
 
-def layer_norm(
-    size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
-) -> nnx.LayerNorm:
-    """Layer normalization, in the dtype of its parameters."""
-    metadata = {"logical_axes": ("embed",), "kind": "vector"}
-    return nnx.LayerNorm(
-        size,
-        epsilon=epsilon or EPSILONS["layer"],
-        param_dtype=wide(options["param_dtype"]),
-        scale_metadata=metadata,
-        bias_metadata=metadata,
-        rngs=options["rngs"],
-    )
+class LayerNorm(nnx.LayerNorm):
+    """Layer normalization, in at least the dtype of its parameters."""
 
+    def __init__(self, size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]):
+        metadata = {"logical_axes": ("embed",), "kind": "vector"}
+        super().__init__(
+            size,
+            epsilon=epsilon or EPSILONS["layer"],
+            param_dtype=wide(options["param_dtype"]),
+            scale_metadata=metadata,
+            bias_metadata=metadata,
+            rngs=options["rngs"],
+        )
 
-def rms_norm(
-    size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
-) -> nnx.RMSNorm:
-    """RMS normalization, in the dtype of its parameters."""
-    return nnx.RMSNorm(
-        size,
-        epsilon=epsilon or EPSILONS["rms"],
-        param_dtype=wide(options["param_dtype"]),
-        scale_metadata={"kind": "vector"},
-        rngs=options["rngs"],
-    )
+    def __call__(self, x: Array, **options: Any) -> Array:
+        return super().__call__(x.astype(common_dtype(x, self.param_dtype)), **options)
 
 
 class RMSNorm(nnx.Module):
@@ -183,16 +172,18 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(init, size, kind="vector", **options)
 
     def __call__(self, x: Array) -> Array:
-        x = x.astype(jnp.promote_types(x.dtype, self.scale.dtype))
-        groups = x.reshape(*x.shape[:-1], self.num_groups, x.shape[-1] // self.num_groups)
+        x = x.astype(common_dtype(x, self.scale.dtype))
+        groups = x
+        if self.num_groups > 1:
+            groups = x.reshape(*x.shape[:-1], self.num_groups, x.shape[-1] // self.num_groups)
         mean = jnp.mean(groups * groups, -1, keepdims=True)
         normed = (groups * jax.lax.rsqrt(mean + self.epsilon)).reshape(x.shape)
         return normed * jnp.broadcast_to(self.offset + self.scale[...], x.shape)
 
 
 NORMS = {
-    "layer": layer_norm,
-    "rms": rms_norm,
+    "layer": LayerNorm,
+    "rms": RMSNorm,
     "zero_centered_rms": partial(RMSNorm, is_zero_centered=True),
 }
 
@@ -234,11 +225,6 @@ def orthogonal(gain: float) -> nnx.Initializer:
     float32."""
     init = nnx.initializers.orthogonal(gain)
     return lambda key, shape, dtype=jnp.float32: init(key, shape, wide(dtype)).astype(dtype)
-
-
-def wide(dtype: DTypeLike) -> np.dtype:
-    """A dtype, or float32 if that is wider."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def in_wide_dtype(init: nnx.Initializer) -> nnx.Initializer:

@@ -17,7 +17,7 @@ from heinsen_jax.attention.matrix_state import (
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.rotary import check_pairs
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Features, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass, wide
 
 
 @config_dataclass
@@ -56,7 +56,7 @@ class RetentionAttention(MatrixStateAttention[RetentionConfig]):
 
     def gates(self, x: Features) -> Gates:
         decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads))))
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        dtype = wide(x)
         shape = *x.shape[:-1], self.num_heads
         return {"log_decay": jnp.broadcast_to(jnp.asarray(decay, dtype), shape)}
 

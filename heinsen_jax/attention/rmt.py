@@ -9,7 +9,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
-from heinsen_jax.attention.parameters import LayerOptions, layer_norm, parameter
+from heinsen_jax.attention.parameters import LayerNorm, LayerOptions, parameter
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
 from heinsen_jax.typing import Features, config_dataclass
@@ -50,7 +50,7 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         self.attention = SoftmaxAttention(self.model_dim, self.num_heads, **options)
-        self.norm = layer_norm(self.model_dim, **options)
+        self.norm = LayerNorm(self.model_dim, **options)
         shape = self.config.num_memories, self.model_dim
         self.memory = parameter(nnx.initializers.normal(1.0), *shape, kind="vector", **options)
 
@@ -63,7 +63,7 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
             segment_length=self.config.segment_length,
         )
         y, state = call.recur(op, x, self.memory[...] if call.state is None else None)
-        return (y - x).astype(x.dtype), state
+        return (y - x.astype(y.dtype)).astype(x.dtype), state
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -150,7 +150,7 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
         query = heads(self.query(mixed("query")))
         value = heads(self.value(mixed("value")), self.value_depth)
         y, matrix = self.recur(query, key.astype(x.dtype), value, gates, call)
-        y = self.norm(y.astype(x.dtype))
+        y = self.norm(in_float32(y.astype(x.dtype))).astype(x.dtype)
         y = y * vector(self.norm_scale, y) + vector(self.norm_bias, y)
         itself = jnp.sum(in_float32(query) * key * vector(self.bonus, key), -1, keepdims=True)
         y = y + itself.astype(x.dtype) * value

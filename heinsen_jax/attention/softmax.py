@@ -9,7 +9,7 @@ from heinsen_jax.attention.base import Capabilities, OpKeywords
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.attention.softmax_base import MaskKeywords
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array, Keys, Mixed, Query, Values, config_dataclass
+from heinsen_jax.typing import Array, Keys, Mixed, Query, Values, config_dataclass, wide
 
 
 @config_dataclass
@@ -65,6 +65,6 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
         if self.config.positions != "alibi":
             return None
         heads = np.arange(1, self.num_heads + 1)
-        dtype = jnp.promote_types(key.dtype, jnp.float32)
+        dtype = wide(key)
         slopes = jnp.asarray(2.0 ** (-8 * heads / self.num_heads), dtype)
         return jnp.broadcast_to(-slopes, (*key.shape[:-2], self.num_heads))

@@ -15,10 +15,10 @@ from jax import lax
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache, check_capacity
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.parameters import LayerOptions, parameter, rms_norm, uniform
+from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, parameter, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
-from heinsen_jax.typing import Array, Features, Float, config_dataclass, pytree_dataclass
+from heinsen_jax.typing import Array, Features, Float, config_dataclass, pytree_dataclass, wide
 
 
 @config_dataclass
@@ -95,7 +95,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        self.global_norm = rms_norm(self.model_dim, **options)
+        self.global_norm = RMSNorm(self.model_dim, **options)
         init, shape = uniform(0.02), (self.config.num_buckets, self.num_heads)
         self.local_bias = parameter(init, *shape, kind="vector", **options)
         self.global_bias = parameter(init, *shape, kind="vector", **options)
@@ -198,6 +198,6 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         key, value = (
             jnp.zeros((*batch_shape, -(-size_limit // size), *shape), dtype) for shape in shapes
         )
-        begun = jnp.zeros((*batch_shape, self.model_dim), jnp.promote_types(dtype, jnp.float32))
+        begun = jnp.zeros((*batch_shape, self.model_dim), wide(dtype))
         window = WindowCache.empty(batch_shape, shapes, dtype, self.config.radius)
         return TransientGlobalState(window, key, value, begun, block_size=size)

@@ -14,7 +14,7 @@ from heinsen_jax.goom.blocks import products, with_identities
 from heinsen_jax.goom.numbers import Goom, floats
 from heinsen_jax.goom.wide import Wide, product
 from heinsen_jax.ops.numerics import matmul as matrix_product
-from heinsen_jax.typing import Array, Float
+from heinsen_jax.typing import Array, Float, common_dtype
 
 T = TypeVar("T", bound=Goom | Array)
 
@@ -77,7 +77,7 @@ def chain_products(
     if initial is None:
         initial = jnp.eye(size, dtype=matrices.dtype)
     initial = initial if isinstance(initial, Goom) else floats(initial)
-    dtype = jnp.promote_types(matrices.dtype, initial.dtype)
+    dtype = common_dtype(matrices.dtype, initial.dtype)
     matrices, start = matrices.astype(dtype), Wide.of(initial.astype(dtype))
     if len(start.shape) != 2 or start.shape[0] != size:
         raise ValueError(f"initial {start.shape} must be [N, M], with N = {size}")

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.ops.numerics import finite, safe_log
-from heinsen_jax.typing import Array, ArrayLike, Complex, DTypeLike, Float, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    ArrayLike,
+    Complex,
+    DTypeLike,
+    Float,
+    common_dtype,
+    pytree_dataclass,
+    wide,
+)
 
 
 @pytree_dataclass
@@ -89,7 +98,12 @@ def unit(x: Goom) -> Goom:
 
 def ratio(x: Goom, y: Goom) -> Array:
     """x / y for y != 0, at most the largest finite number."""
-    return (x.sign * y.sign) * clipped_exp(x.log_abs - y.log_abs)
+    return signed(x.sign * y.sign, clipped_exp(x.log_abs - y.log_abs))
+
+
+def signed(sign: Array, x: Array) -> Array:
+    """sign x, for signs -1, 0 and 1."""
+    return sign.astype(x.dtype) * x
 
 
 def clipped_exp(x: Array) -> Array:
@@ -105,7 +119,7 @@ def floats(x: Goom | ArrayLike) -> Array:
     x = jnp.asarray(float(x) if isinstance(x, int) else x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"numbers: {x.dtype} is not real; from_complex takes complex logarithms")
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide(x))
 
 
 def as_goom(x: Goom | ArrayLike) -> Goom:
@@ -145,14 +159,14 @@ def from_goom(x: Goom) -> Float[Array, "*S"]:
       >>> from_goom(to_goom(jnp.array([-2.0, 0.0]))).tolist()
       [-2.0, 0.0]
     """
-    return x.sign * jnp.exp(x.log_abs)
+    return signed(x.sign, jnp.exp(x.log_abs))
 
 
 @from_goom.defjvp
 def _from_goom_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     unit_x = unit(x)
-    return from_goom(x), unit_x.sign * clipped_exp(unit_x.log_abs) * dx.log_abs
+    return from_goom(x), signed(unit_x.sign, clipped_exp(unit_x.log_abs)) * dx.log_abs
 
 
 def from_complex(log_x: Complex[Array, "*S"]) -> Goom:
@@ -200,8 +214,8 @@ def _multiply_jvp(primals, tangents):
     (x, y), (dx, dy) = primals, tangents
     z = _multiply(x, y)
     is_zero = z.log_abs == -jnp.inf
-    from_x = jnp.where(is_zero, y.sign * clipped_exp(y.log_abs), 1)
-    from_y = jnp.where(is_zero, x.sign * clipped_exp(x.log_abs), 1)
+    from_x = jnp.where(is_zero, signed(y.sign, clipped_exp(y.log_abs)), 1)
+    from_y = jnp.where(is_zero, signed(x.sign, clipped_exp(x.log_abs)), 1)
     return z, with_tangent(from_x * dx.log_abs + from_y * dy.log_abs)
 
 
@@ -218,7 +232,7 @@ def multiply(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
 
 def broadcast(x: Goom | ArrayLike, y: Goom | ArrayLike) -> tuple[Goom, Goom]:
     x, y = as_goom(x), as_goom(y)
-    shape, dtype = jnp.broadcast_shapes(x.shape, y.shape), jnp.promote_types(x.dtype, y.dtype)
+    shape, dtype = jnp.broadcast_shapes(x.shape, y.shape), common_dtype(x.dtype, y.dtype)
     return tuple(
         jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, shape), z.astype(dtype)) for z in (x, y)
     )
@@ -239,7 +253,7 @@ def sum(x: Goom | ArrayLike, axis: int) -> Goom:
 def _sum(x: Goom) -> Goom:
     """The sum over the first axis."""
     largest = finite(jnp.max(x.log_abs, 0, initial=-jnp.inf))
-    total = jnp.sum(x.sign * jnp.exp(x.log_abs - largest[None]), 0)
+    total = jnp.sum(signed(x.sign, jnp.exp(x.log_abs - largest[None])), 0)
     return scaled(total, largest)
 
 

@@ -11,7 +11,7 @@ from heinsen_jax.goom.wide import Wide, product, total
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
-from heinsen_jax.typing import Array, Float, Integer, exported_tuple
+from heinsen_jax.typing import Array, Float, Integer, exported_tuple, wide
 
 READOUT_MAXIMUM = math.exp(2)
 """Largest magnitude in an output vector."""
@@ -55,7 +55,7 @@ def dense_recurrence(
     Returns:
       y `[*B, T, N, K]` in the dtype of u, or the pair (y, state).
     """
-    dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+    dtype = wide(inputs)
     matrix, first = Wide.of(transition.astype(dtype)), Wide.of(initial.astype(dtype))
     state = first if initial_state is None else Wide(*initial_state).astype(dtype)
     shape = (*inputs.shape[:-3], *initial.shape)

@@ -18,7 +18,7 @@ from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.layout import is_symbolic
 from heinsen_jax.ops.numerics import TERMS, smallest_sum
 from heinsen_jax.ops.numerics import matmul as matrix_product
-from heinsen_jax.typing import Array, ArrayLike, pytree_dataclass
+from heinsen_jax.typing import Array, ArrayLike, common_dtype, pytree_dataclass
 
 NONE = -(1 << 30)
 """Exponent of 0, below all others."""
@@ -240,7 +240,7 @@ def matmul(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
     if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-2]:
         raise ValueError(f"x {x.shape} and y {y.shape} must be [..., I, K] and [..., K, J]")
     batch = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    dtype = jnp.promote_types(x.dtype, y.dtype)
+    dtype = common_dtype(x.dtype, y.dtype)
     if 0 in (*x.shape, *y.shape):
         return to_goom(jnp.zeros((*batch, x.shape[-2], y.shape[-1]), dtype))
     return _matmul(x.astype(dtype), y.astype(dtype))

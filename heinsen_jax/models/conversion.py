@@ -15,7 +15,6 @@ from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.goom_ssm import GoomSSM
 from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
-from heinsen_jax.attention.parameters import wide
 from heinsen_jax.attention.registry import FieldValue, ParallelAttention
 from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.attention.short_convolution import ShortConvolution
@@ -24,6 +23,7 @@ from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
 from heinsen_jax.models.pattern import Layers, parse_pattern, shortest_period, single_layers
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.typing import wide
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")

@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from heinsen_jax.attention.base import num_bytes
 from heinsen_jax.attention.explicit_mesh import with_auto_axes
-from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform, wide
+from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.position import (
@@ -31,7 +31,16 @@ from heinsen_jax.models.readout import Readout
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.sharding import constrain, rules_in_use
-from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, Shaped, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Features,
+    Float,
+    Integer,
+    PyTree,
+    Shaped,
+    pytree_dataclass,
+    wide,
+)
 
 States: TypeAlias = tuple[BlockState | None, ...]
 
@@ -232,7 +241,7 @@ class LanguageModel(nnx.Module):
         before: PyTree = self.position.init_state(tokens.shape[:-1]) if state is None else state
         with jax.named_scope("position"):
             x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
-            x = x.astype(jnp.promote_types(wide(x.dtype), self.config.dtype))
+            x = x.astype(wide(x, self.config.dtype))
             if self.config.embedding_multiplier != 1:
                 x = self.config.embedding_multiplier * x
             return self.position(x, state=before, segment_ids=segment_ids)

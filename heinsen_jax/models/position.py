@@ -12,18 +12,11 @@ from jax.core import Tracer
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.parameters import (
-    LayerOptions,
-    layer_norm,
-    linear,
-    parameter,
-    uniform,
-    wide,
-)
+from heinsen_jax.attention.parameters import LayerNorm, LayerOptions, linear, parameter, uniform
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
 from heinsen_jax.ops.numerics import log_add_exp
-from heinsen_jax.typing import Array, Features, Float, Integer
+from heinsen_jax.typing import Array, Features, Float, Integer, wide
 
 PositionState: TypeAlias = (
     Float[Array, "*B D"] | Integer[Array, "*B"] | Integer[Array, ""] | tuple[()]
@@ -122,7 +115,7 @@ class LearnedPositions(nnx.Module):
         self.embedding = parameter(
             uniform(model_dim**-0.5), max_length, model_dim, kind="embedding", **options
         )
-        self.norm = layer_norm(model_dim, **options) if has_norm else None
+        self.norm = LayerNorm(model_dim, **options) if has_norm else None
 
     def __call__(
         self, x: Features, *, state: Integer[Array, ""], segment_ids: SegmentIds | None = None

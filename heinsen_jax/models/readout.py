@@ -5,9 +5,8 @@ from dataclasses import field
 import jax
 import jax.numpy as jnp
 
-from heinsen_jax.attention.parameters import wide
 from heinsen_jax.sharding import constrain
-from heinsen_jax.typing import Array, DTypeLike, Features, Float, pytree_dataclass
+from heinsen_jax.typing import Array, DTypeLike, Features, Float, pytree_dataclass, wide
 
 
 @pytree_dataclass

@@ -153,7 +153,7 @@ def _sums(
     loss_mask: Bool[Array, "B T"],
 ) -> Sums:
     losses, correct = _token_losses(z_loss, readout, features, targets)
-    return jnp.sum(losses * loss_mask), jnp.sum(correct & loss_mask)
+    return jnp.sum(losses, where=loss_mask), jnp.sum(correct & loss_mask)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

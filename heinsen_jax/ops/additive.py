@@ -17,7 +17,16 @@ from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.masks import last_tokens
 from heinsen_jax.ops.numerics import softmax
 from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
-from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Float,
+    Integer,
+    Lengths,
+    Mixed,
+    common_dtype,
+    pytree_dataclass,
+    wide,
+)
 
 
 @pytree_dataclass
@@ -48,7 +57,7 @@ class AdditiveState:
         """Return the state of no tokens, in at least float32."""
         slots = 1 if local_window_size is None else local_window_size - 1
         shape = (*batch_shape, slots, num_heads)
-        dtype = jnp.promote_types(dtype, jnp.float32)
+        dtype = wide(dtype)
         return cls(jnp.zeros((*shape, depth), dtype), jnp.full(shape, -jnp.inf, dtype))
 
     def merge(self, other: AdditiveState) -> AdditiveState:
@@ -145,7 +154,7 @@ def additive_pooling(
     _check_vectors(x, logits, initial_state, window)
     *batch, length, heads, depth = x.shape
     arrays = jax.tree.leaves((x, logits, initial_state))
-    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    dtype = wide(*arrays)
     state = initial_state
     if state is None:
         state = AdditiveState.empty(batch, heads, depth, window, dtype)
@@ -169,7 +178,7 @@ def additive_pooling(
         elif return_state:
             end = None if valid is None else jnp.repeat(_end(valid).reshape(-1), heads)
             after = _last_tokens(before, tokens, segments, end)
-    y = _unfolded(pooled, batch, heads).x.astype(jnp.result_type(x, logits))
+    y = _unfolded(pooled, batch, heads).x.astype(common_dtype(x, logits))
     if not return_state:
         return y
     return y, astype_like(AdditiveState(*_unfolded(after, batch, heads)), state)
@@ -227,7 +236,7 @@ def additive_weights(
     if segment_ids is not None:
         runs = _runs(segment_ids, valid)
         visible &= runs[..., :, None] == runs[..., None, :]
-    scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    scores = logits.astype(wide(logits))
     scores = jnp.where(visible[..., None], scores[..., None, :, :], -jnp.inf)
     (weights,) = softmax((scores,), -2).weights
     return weights.astype(logits.dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, common_dtype
 
 
 def check_heads(
@@ -108,7 +108,7 @@ def signed_ids(ids: Array) -> Array:
     ids = jnp.asarray(ids)
     if ids.dtype in (jnp.uint32, jnp.uint64):
         return ids.view(f"int{8 * ids.dtype.itemsize}")
-    return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+    return ids.astype(common_dtype(ids, jnp.int32))
 
 
 def int32_lengths(lengths: Array) -> Array:

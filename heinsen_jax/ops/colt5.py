@@ -29,7 +29,7 @@ from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import where_empty
-from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Shaped
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Shaped, common_dtype, wide
 
 
 @over_devices
@@ -82,7 +82,7 @@ def soft_top_k(
     if isinstance(k, int | float) and not k > 0:
         raise ValueError(f"k must be positive, got {k}")
     epsilons = _epsilons(num_iterations, epsilon, epsilon_init, epsilon_decay)
-    dtype = jnp.promote_types(scores.dtype, jnp.float32)
+    dtype = wide(scores)
     valid = jnp.ones(scores.shape, bool) if mask is None else mask
     return _soft_top_k(scores, jnp.asarray(k, dtype), jnp.asarray(epsilons, dtype), valid)
 
@@ -255,7 +255,8 @@ def conditional_attention(
       [1.0, 7.0, 8.0]
     """
     _check(x, residual, query_routing=query_routing, key_value_routing=key_value_routing)
-    sources = _routed(x, key_value_routing) * key_value_routing.weights[..., None]
+    weights = key_value_routing.weights[..., None]
+    sources = _routed(x, key_value_routing).astype(weights.dtype) * weights
     read = heavy(_routed(x, query_routing), sources.astype(x.dtype), key_value_routing.mask)
     return _sum(x, residual, light(x), read, query_routing)
 
@@ -293,7 +294,7 @@ def _sum(
     count = routing.indices.shape[-1]
     check_array("the result of light", light, (x.shape,), jnp.floating)
     check_array("the result of heavy", heavy, ((*batch, count, width),), jnp.floating)
-    dtype = jnp.promote_types(jnp.result_type(residual, x), jnp.float32)
+    dtype = wide(residual, x)
     added = routing.weights[..., None].astype(dtype) * heavy.astype(dtype)
     added = jnp.where(routing.mask[..., None], added, 0)
 
@@ -301,4 +302,4 @@ def _sum(
     y = (residual.astype(dtype) + light.astype(dtype)).reshape(rows, length, width)
     places = np.arange(rows)[:, None], routing.indices.reshape(rows, count)
     y = y.at[places].add(added.reshape(rows, count, width))
-    return y.reshape(x.shape).astype(jnp.result_type(residual, x))
+    return y.reshape(x.shape).astype(common_dtype(residual, x))

@@ -21,7 +21,16 @@ from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur, segment_decay
 from heinsen_jax.ops.numerics import matmul
-from heinsen_jax.typing import Array, DTypeLike, Float, Lengths, Segments, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    DTypeLike,
+    Float,
+    Lengths,
+    Segments,
+    common_dtype,
+    pytree_dataclass,
+    wide,
+)
 
 
 @pytree_dataclass
@@ -96,7 +105,7 @@ def matrix_summary(
         return matrix_summary(**tokens)
     *batch, length, _, depth = key.shape
     heads, columns = value.shape[-2:]
-    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    dtype = wide(query, key, value)
     if write is not None:
         value = (write[..., None] if write.ndim < value.ndim else write) * value
     options: dict[str, Any] = {"key_value_seq_lengths": key_value_seq_lengths, "return_state": True}
@@ -272,9 +281,9 @@ def gated_delta_rule(
     state_shape = (*batch, heads, key_depth, value_depth)
     check_array("initial_state", initial_state, (state_shape,), jnp.floating)
 
-    output_dtype = jnp.result_type(query, key, value)
+    output_dtype = common_dtype(query, key, value)
     states = () if initial_state is None else (initial_state,)
-    dtype = jnp.promote_types(jnp.result_type(output_dtype, *states), jnp.float32)
+    dtype = wide(output_dtype, *states)
     size, valid = math.prod(batch), None
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)

@@ -30,7 +30,18 @@ from heinsen_jax.ops.arguments import (
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import fold_heads, unfold_heads, varying_like
 from heinsen_jax.ops.softmax import folded_ids
-from heinsen_jax.typing import Array, Integer, Keys, Lengths, Mixed, Query, Segments, Values
+from heinsen_jax.typing import (
+    Array,
+    Integer,
+    Keys,
+    Lengths,
+    Mixed,
+    Query,
+    Segments,
+    Values,
+    common_dtype,
+    wide,
+)
 
 SCORES = 2**18  # scores of a tile, to fit a CPU's cache
 SCORES_ELSEWHERE = 2**22
@@ -97,10 +108,10 @@ def l1_attention(
     check_array("query_offset", jnp.asarray(query_offset), ((),), jnp.integer)
     check_segments(segment_ids, query, key)
     *batch, length, heads, _ = query.shape
-    dtype = jnp.result_type(query, key, value)
+    dtype = common_dtype(query, key, value)
     if 0 in (*batch, length, heads, key.shape[-3], value.shape[-1]):
         return jnp.zeros((*batch, length, heads, value.shape[-1]), dtype)
-    query, key, value = (x.astype(jnp.promote_types(dtype, "float32")) for x in (query, key, value))
+    query, key, value = (x.astype(wide(dtype)) for x in (query, key, value))
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
     is_static = isinstance(offset, int)
     problem = tiled.Problem(

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from heinsen_jax.ops.arguments import check_array, check_bias, check_heads
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
-from heinsen_jax.typing import Array, Float, Integer, Keys, Mixed, Query, Values
+from heinsen_jax.typing import Array, Float, Integer, Keys, Mixed, Query, Values, common_dtype, wide
 
 NUMBERS = 2**18  # gathered at a time, to fit a CPU's cache
 NUMBERS_ELSEWHERE = 2**24
@@ -133,10 +133,8 @@ def _attend(
     *batch, length, heads, depth = query.shape
     sources = key.shape[-3]
     given = [x for x in (query, key, value, value_back) if x is not None]
-    dtype = jnp.result_type(*given)
-    query, key, value, *back = (
-        _by_token(x.astype(jnp.promote_types(dtype, "float32")), heads) for x in given
-    )
+    dtype = common_dtype(*given)
+    query, key, value, *back = (_by_token(x.astype(wide(dtype)), heads) for x in given)
     widest = max(x.shape[-1] for x in given)
     destination, source = _blocks(edges, query.shape[1] * widest, max(length, sources))
     distances = _distances(query, key, destination, source)

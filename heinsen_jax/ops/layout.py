@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
 
-from heinsen_jax.typing import Array, Shaped
+from heinsen_jax.typing import Array, Shaped, common_dtype, wide
 
 Tree = TypeVar("Tree")
 
@@ -65,7 +65,7 @@ def unchunk(
 def fold_heads(x: Array, groups: int) -> Array:
     """`[*B, T, N, F]` -> `[X, R, T, F]` in at least float32, X = B G, R = N / G."""
     *batch, length, heads, features = x.shape
-    x = jnp.swapaxes(x, -3, -2).astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = jnp.swapaxes(x, -3, -2).astype(wide(x))
     return x.reshape(math.prod(batch) * groups, heads // groups, length, features)
 
 
@@ -74,7 +74,7 @@ def unfold_heads(y: Array, query: Array, value: Array) -> Array:
     *batch, length, heads, _ = query.shape
     y = y.reshape(math.prod(batch), heads, length, value.shape[-1])
     y = jnp.swapaxes(y, 1, 2).reshape(*batch, length, heads, value.shape[-1])
-    return y.astype(jnp.result_type(query, value))
+    return y.astype(common_dtype(query, value))
 
 
 def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC F"]:

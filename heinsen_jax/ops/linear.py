@@ -32,7 +32,9 @@ from heinsen_jax.typing import (
     Query,
     Segments,
     Values,
+    common_dtype,
     pytree_dataclass,
+    wide,
 )
 
 FeatureMap = Literal["elu1", "relu", "identity"] | Callable[[Array], Array]
@@ -182,10 +184,10 @@ def linear_attention(
     """
     _check(query, key, value, is_causal, segment_ids, key_value_seq_lengths)
     *batch, sources, groups, value_depth = value.shape
-    output_dtype = jnp.result_type(query, key, value)
+    output_dtype = common_dtype(query, key, value)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
     sums = () if initial_state is None else (initial_state.s,)
-    dtype = jnp.promote_types(jnp.result_type(output_dtype, *sums), jnp.float32)
+    dtype = wide(output_dtype, *sums)
     query, key = _features(feature_map, query.astype(dtype), key.astype(dtype))
     valid = None
     if key_value_seq_lengths is not None:  # features of 0 need not be 0

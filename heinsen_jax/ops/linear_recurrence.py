@@ -11,7 +11,7 @@ levels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -188,18 +188,25 @@ def _log_linear_recurrence(axis, log_a, log_b, initial):
         return after, after
 
     first = a[0], b[0], jnp.ones_like(b[0])
-    _, later = lax.scan(within, first, (a[1:], b[1:]))
+    later = _later(within, first, (a[1:], b[1:]))
     log_product, *total = jax.tree.map(_join, first, later)
     initial = jnp.broadcast_to(initial, b.shape[2:])
     initial = initial, jnp.ones_like(initial)
     ends = log_product[-1], *(x[-1] for x in total)
     first = _add(initial, ends[0][0], [x[0] for x in ends[1:]])
-    _, later = lax.scan(across, first, tuple(x[1:-1] for x in ends))
+    later = _later(across, first, tuple(x[1:-1] for x in ends))
     before = jax.tree.map(
         lambda i, f, x: _join(i, _join(f, x)[: b.shape[1] - 1])[None], initial, first, tuple(later)
     )
     largest, total = _add(before, log_product, total)
     return _join_chunks(largest, length, axis), _join_chunks(jnp.log(total), length, axis)
+
+
+def _later(step: Callable[..., Any], first: Any, rest: tuple[Array, ...]) -> Any:
+    """The results of the steps after the first."""
+    if rest[0].shape[0] == 0:  # `jax.disable_jit` refuses scans of no steps
+        return jax.tree.map(lambda x: x[None][:0], first)
+    return lax.scan(step, first, rest)[1]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array, Float, Keys, Lengths, Mixed, Query, Values
+from heinsen_jax.typing import Array, Float, Keys, Lengths, Mixed, Query, Values, common_dtype, wide
 
 
 @over_devices
@@ -56,7 +56,7 @@ def linformer_attention(
     check_heads(query, key, value)
     check_tokens(key.shape[:-2], segment_ids=None, key_value_seq_lengths=key_value_seq_lengths)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
-    dtype = jnp.result_type(query, key, value)
+    dtype = common_dtype(query, key, value)
     key = _projected("key_projection", key_projection, key)
     value = _projected("value_projection", value_projection, value)
     if key.shape[-3] != value.shape[-3]:
@@ -82,7 +82,7 @@ def _projected(name: str, projection: Array, x: Array) -> Array:
             f"{name} supports at most {length} positions, got {sources}: shorten the input or "
             "make a longer projection"
         )
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide(x)
     projection = projection[..., :sources, :].astype(dtype)
     projection = jnp.broadcast_to(projection, (groups, sources, rows))
     return jnp.einsum("...sgf,gsp->...pgf", x.astype(dtype), projection)

@@ -231,8 +231,10 @@ def _inverse(lower: Float[Array, "J X C C"]) -> Float[Array, "J X C C"]:
     def double(inverse: Array, between: Array) -> tuple[Array, None]:
         return inverse - matmul(inverse, matmul(lower * between, inverse)), None
 
-    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    return lax.scan(double, varying_like(identity, lower), between[:, None, None])[0]
+    identity = varying_like(jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape), lower)
+    if size == 1:  # `jax.disable_jit` refuses scans of no steps
+        return identity
+    return lax.scan(double, identity, between[:, None, None])[0]
 
 
 @_inverse.defjvp
@@ -296,7 +298,8 @@ def _sum_up_to(
             return einsum("ts,jxsf->jxtf", _up_to(decay), decay)
         return _sums(np.tri(decay.shape[-2], dtype=bool), decay)
     segments = jnp.cumsum(head_decay == -jnp.inf, -2)
-    summed = (segments == jnp.swapaxes(segments, -1, -2)) * _up_to(decay)[None, None]
+    is_same = segments == jnp.swapaxes(segments, -1, -2)
+    summed = jnp.where(is_same, _up_to(decay), 0)
     return einsum("jxts,jxsf->jxtf", summed, decay)
 
 

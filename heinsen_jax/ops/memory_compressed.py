@@ -26,7 +26,17 @@ from heinsen_jax.ops.arguments import (
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
-from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Float,
+    Integer,
+    Lengths,
+    Mixed,
+    Query,
+    common_dtype,
+    pytree_dataclass,
+    wide,
+)
 
 Pad = Literal["left", "right"]
 AXIS = -3  # the axis of tokens
@@ -188,7 +198,7 @@ def compress(
     factor = kernel.shape[1]
     extra = -length % factor
     x = jnp.pad(x, _along(x, (extra, 0) if pad == "left" else (0, extra)))
-    dtype = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
+    dtype = wide(x, kernel)
     x = x.astype(dtype).reshape(*batch, (length + extra) // factor, factor, heads, depth)
     y = jnp.einsum("...jfgk,gfkc->...jgc", x, kernel.astype(dtype))
     return y + jnp.broadcast_to(bias.astype(dtype), y.shape)
@@ -304,7 +314,7 @@ def memory_compressed_attention(
     rule = Complete(key_compression.factor) if is_causal else None
     options = {"mask": rule, "scale": scale, "implementation": implementation}
     both = key_compression, value_compression
-    dtype = jnp.result_type(query, value)
+    dtype = common_dtype(query, value)
     if initial_state is None and not return_state:
         arrays = query, key, value, key_value_seq_lengths
         return _attend_whole(*arrays, *both, pad, is_causal, options).astype(dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
-from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, Segments
+from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, Segments, common_dtype
 
 Form = Literal["expanded", "absorbed"]
 
@@ -88,7 +88,7 @@ def mla_attention(
         "scale": scale,
         "implementation": implementation,
     }
-    dtype = jnp.result_type(query, query_pe, latent, key_pe)
+    dtype = common_dtype(query, query_pe, latent, key_pe)
     if form == "absorbed":
         folded = _product("...tnk,nrk->...tnr", query, key_up)
         y = latent_attention(folded, query_pe, latent, key_pe, **options)
@@ -98,8 +98,14 @@ def mla_attention(
     key = _product("...sr,nrk->...snk", latent, key_up)
     value = _product("...sr,nrv->...snv", latent, value_up)
     shared = jnp.broadcast_to(key_pe[..., None, :], (*key.shape[:-1], key_pe.shape[-1]))
-    query, key = jnp.concatenate([query, query_pe], -1), jnp.concatenate([key, shared], -1)
+    query, key = _joined(query, query_pe), _joined(key, shared)
     return dot_product_attention(query, key, value, **options).astype(dtype)
+
+
+def _joined(x: Array, y: Array) -> Array:
+    """Features of x, then of y."""
+    dtype = common_dtype(x, y)
+    return jnp.concatenate([x.astype(dtype), y.astype(dtype)], -1)
 
 
 @over_devices

@@ -23,7 +23,7 @@ from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
 from heinsen_jax.ops.numerics import divide_or_zero, log_add_exp, share, where_empty
-from heinsen_jax.typing import Array, Float, Lengths, Segments, pytree_dataclass
+from heinsen_jax.typing import Array, Float, Lengths, Segments, common_dtype, pytree_dataclass, wide
 
 
 @pytree_dataclass
@@ -170,9 +170,9 @@ def mlstm_attention(
     for name, gate in gates.items():
         check_array(name, gate, (key.shape[:-1],), jnp.floating)
     check_decay("log_forget_gate", log_forget_gate)
-    output_dtype = jnp.result_type(query, key, value)
+    output_dtype = common_dtype(query, key, value)
     states = () if initial_state is None else (initial_state.c,)
-    dtype = jnp.promote_types(jnp.result_type(output_dtype, *states), jnp.float32)
+    dtype = wide(output_dtype, *states)
     value_depth = value.shape[-1]
     if initial_state is None:
         initial_state = MLSTMState.empty(batch, heads, key_depth, value_depth, dtype)
@@ -246,7 +246,7 @@ def mlstm_summary(
     """Return the state of these tokens alone, with the sum of their log forget gates. Args: as
     `mlstm_attention`."""
     *batch, _, heads, key_depth = key.shape
-    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    dtype = wide(query, key, value)
     empty = MLSTMState.empty(batch, heads, key_depth, value.shape[-1], dtype)
     empty = varying_like(replace(empty, log_forget=jnp.zeros_like(empty.m)), key)
     _, state = mlstm_attention(

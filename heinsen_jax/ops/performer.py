@@ -22,6 +22,8 @@ from heinsen_jax.typing import (
     Query,
     Segments,
     Values,
+    common_dtype,
+    wide,
 )
 
 # Added by the published code to each feature and, if causal, to each sum of key features.
@@ -132,7 +134,7 @@ def performer_attention(
     )
     _check(query, projection, kernel, epsilon, implementation)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
-    dtype = jnp.result_type(query, key, value)
+    dtype = common_dtype(query, key, value)
     options: dict[str, Any] = {
         "is_causal": is_causal,
         "segment_ids": segment_ids,
@@ -238,7 +240,7 @@ def _refuse(*given: Any) -> None:
 
 def _projected(x: Array, projection: Array) -> tuple[Array, Array]:
     """Return W x' `[..., M]` and |x'|^2 / 2 `[..., 1]`, in at least float32."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide(x)
     x, scale = x.astype(dtype), x.shape[-1] ** -0.25
     projected = jnp.einsum("...k,mk->...m", x, scale * projection.astype(dtype))
     return projected, jnp.sum(x * x, -1, keepdims=True) * (scale**2 / 2)

@@ -17,7 +17,7 @@ from jax import lax
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.devices import in_mesh_of_arguments, split_like
 from heinsen_jax.ops.layout import astype_like, varying_like
-from heinsen_jax.typing import Array, Features, Float, Integer, pytree_dataclass
+from heinsen_jax.typing import Array, Features, Float, Integer, common_dtype, pytree_dataclass
 
 Layer = Callable[[Array], Array]
 
@@ -133,7 +133,7 @@ def segment_recurrence(
       [1.0, 2.0, 3.0, 4.0]
     """
     state = _state(x, memory, segment_length, initial_state)
-    dtype = jnp.result_type(x, state.memory)
+    dtype = common_dtype(x, state.memory)
     given = _cast(state, dtype) if initial_state is None else initial_state
     x, state = x.astype(dtype), _cast(state, dtype)
     length = x.shape[-2]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.ops.devices import over_devices
-from heinsen_jax.typing import Array, Float, Shaped
+from heinsen_jax.typing import Array, Float, Shaped, wide
 
 
 @over_devices
@@ -50,7 +50,7 @@ def rotary(
         raise ValueError(
             f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, got {positions.shape}"
         )
-    depth, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
+    depth, dtype = x.shape[-1], wide(x)
     if frequencies is None:
         frequencies = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
     if 2 * frequencies.shape[0] > depth:

@@ -35,6 +35,8 @@ from heinsen_jax.typing import (
     Query,
     Segments,
     Values,
+    common_dtype,
+    wide,
 )
 
 Implementation = Literal["xla", "tiled", "cudnn"]
@@ -139,7 +141,7 @@ def dot_product_attention(
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     if 0 in (query.shape[-3], key.shape[-3]):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
-        return y.astype(jnp.result_type(query, value))
+        return y.astype(common_dtype(query, value))
     if not isinstance(query_offset, int):
         query_offset = int32_lengths(query_offset)
     window = None if local_window_size is None else masks.reach(local_window_size, is_causal)
@@ -275,7 +277,7 @@ def _decays(
     parts: two of multiples of a quantum, whose differences are exact, and the sums of the rests."""
     if log_decay is None:
         return None
-    log_decay = log_decay.astype(jnp.promote_types(log_decay.dtype, jnp.float32))
+    log_decay = log_decay.astype(wide(log_decay))
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, log_decay.shape[:-2], log_decay.shape[-2])
         log_decay = jnp.where(valid[..., None], log_decay, 0)

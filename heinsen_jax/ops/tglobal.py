@@ -20,7 +20,18 @@ from heinsen_jax.ops.arguments import (
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.numerics import where_empty
-from heinsen_jax.typing import Array, Features, Float, Integer, Keys, Lengths, Mixed, Query, Values
+from heinsen_jax.typing import (
+    Array,
+    Features,
+    Float,
+    Integer,
+    Keys,
+    Lengths,
+    Mixed,
+    Query,
+    Values,
+    wide,
+)
 
 
 @over_devices
@@ -112,7 +123,7 @@ def block_sums(
     lengths = jnp.full(batch, length) if key_value_seq_lengths is None else key_value_seq_lengths
     valid, own, complete = _block_layout(lengths, length, block_size, is_causal)
     complete, count = complete[..., None], length // block_size
-    x = jnp.where(valid[..., None], x, 0).astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = jnp.where(valid[..., None], x, 0).astype(wide(x))
     sums = x[..., : count * block_size, :].reshape(*batch, count, block_size, features).sum(-2)
     index = jnp.broadcast_to(jnp.arange(count), (*batch, count))
     sums = jnp.where((index < complete)[..., None], sums, 0)

@@ -10,13 +10,13 @@ import optax
 from flax import nnx
 from jax import lax
 
-from heinsen_jax.attention.parameters import in_float32, wide
+from heinsen_jax.attention.parameters import in_float32
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.objectives.objective import Losses, next_token
 from heinsen_jax.training.optimizer import apply_updates
 from heinsen_jax.training.state import TrainState
-from heinsen_jax.typing import Array, Float, Integer, Key, PyTree, Shaped
+from heinsen_jax.typing import Array, Float, Integer, Key, PyTree, Shaped, wide
 
 ROUNDING = 2**31
 """Number of the key of stochastic rounding; other keys of a step have small numbers."""

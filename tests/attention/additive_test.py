@@ -11,7 +11,7 @@ from flax import nnx
 
 from heinsen_jax import attention
 from heinsen_jax.attention.additive import AdditiveAttention
-from heinsen_jax.attention.parameters import layer_norm
+from heinsen_jax.attention.parameters import LayerNorm
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -22,7 +22,7 @@ class Published(nnx.Module):
     def __init__(self, window: int):
         options: dict[str, Any] = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
         sizes = {"model_dim": 16, "num_heads": 4}
-        self.norm = layer_norm(16, dtype=None, **options)
+        self.norm = LayerNorm(16, dtype=None, **options)
         self.attention = attention.build("additive", **sizes, window_size=window, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:

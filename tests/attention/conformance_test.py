@@ -13,6 +13,7 @@ from flax import nnx
 
 from heinsen_jax import attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
+from heinsen_jax.attention.parameters import in_float32
 
 MODEL_DIM, NUM_HEADS, BATCH = 24, 4, 2
 
@@ -356,6 +357,25 @@ def test_half_precision_is_close(variant):
     expected = whole(variant).y
     norm = np.linalg.norm if isinstance(build(variant), MatrixStateAttention) else max_abs
     assert norm(np.asarray(y, np.float32) - expected) < 0.03 * norm(expected)
+
+
+@able()
+def test_strict_promotion(variant):
+    """Dtypes are converted explicitly, also in gradients and with states."""
+    can = shapes_of(variant).capabilities
+    x = jnp.asarray(X[:, :CHUNK], jnp.bfloat16)
+    options = {"segment_ids": ONE_SEGMENT[:, :CHUNK]} if can.segments and can.causal else {}
+
+    def gradients(layer: attention.Attention) -> Any:
+        return nnx.grad(lambda layer: jnp.sum(in_float32(layer(x, **options))))(layer)
+
+    def stream(layer: attention.Attention) -> Any:
+        return layer(x, state=layer.init_state((BATCH,), capacity=CHUNK), return_state=True)
+
+    with jax.numpy_dtype_promotion("strict"):
+        nnx.eval_shape(gradients, shapes_of(variant, dtype=jnp.bfloat16))
+        if can.streaming:
+            nnx.eval_shape(stream, shapes_of(variant, dtype=jnp.bfloat16))
 
 
 def max_abs(x: np.ndarray) -> float:

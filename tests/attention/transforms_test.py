@@ -138,6 +138,16 @@ def donate(name: str) -> None:
     assert_close(name, np.concatenate(parts, 1))
 
 
+def disable_jit(name: str) -> None:
+    """Each operation alone, as when debugging."""
+    with jax.disable_jit():
+        assert_close(name, layer_of(name)(inputs()))
+        layer = layer_of(name)
+        if layer.capabilities.streaming:
+            state = layer.init_state((ROWS,), capacity=LENGTH)
+            layer(inputs()[:, :1], state=state, return_state=True)
+
+
 def nnx_jit(name: str) -> None:
     assert_close(name, nnx.jit(lambda layer, x: layer(x))(layer_of(name), inputs()))
 
@@ -196,6 +206,7 @@ TRANSFORMS = {
     "remat": remat,
     "jvp": jvp,
     "gradient outside jit": gradient_outside_jit,
+    "disable_jit": disable_jit,
     "donate": donate,
     "nnx.jit": nnx_jit,
     "jit": plain_jit,

@@ -69,6 +69,17 @@ def test_values_and_gradients_are_those_of_real_numbers(name):
     np.testing.assert_allclose(forward, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strict_promotion(name):
+    """Dtypes are converted explicitly, also in gradients."""
+
+    def total(x, y):
+        return jnp.sum(from_goom(FUNCTIONS[name][0](to_goom(x), to_goom(y))))
+
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(total, (0, 1)), jnp.bfloat16(X), jnp.bfloat16(Y))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_vectorized(name):

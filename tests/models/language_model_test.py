@@ -10,8 +10,10 @@ import pydantic
 import pytest
 from flax import nnx
 
+from heinsen_jax.data import Batch
 from heinsen_jax.interop.torch import from_state_dict, to_state_dict
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers, flops_per_token
+from heinsen_jax.objectives.objective import next_token
 from tests.models.small import apply, random_model
 
 SCAN = Layers("log", options={"implementation": "scan"})  # compiles faster
@@ -202,6 +204,21 @@ def test_bfloat16_is_close_and_keeps_float32_states():
     assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32")}
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, apply(exact, tokens), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("block", ["paper", "standard", "decay", "llama", "fastformer"])
+def test_strict_promotion(block):
+    """Dtypes are converted explicitly, also in gradients of the loss."""
+    attention = "additive" if block == "fastformer" else SCAN
+    config = LanguageModelConfig(**SIZES, attention=attention, block=block, dtype="bfloat16")
+    batch = Batch(np.zeros((2, 9), np.int32), np.ones((2, 8), bool))
+
+    def loss(model: LanguageModel) -> jax.Array:
+        return next_token(model, batch, jax.random.key(0)).sums()[0]
+
+    with jax.numpy_dtype_promotion("strict"):
+        shapes = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(nnx.grad(loss), shapes)
 
 
 @pytest.mark.parametrize("token", [-1, 17])

@@ -291,6 +291,26 @@ def test_half_precision(name):
     np.testing.assert_allclose(np.float32(have), want, rtol=rtol, atol=atol * np.abs(want).max())
 
 
+@ops_with(lambda op: True, short=SINGLE)
+def test_strict_promotion(name):
+    """Dtypes are converted explicitly, also in gradients and with states."""
+    op, inputs = OPS[name], draw(name, np.float32)
+    arrays, constants = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.bfloat16), (inputs.arrays, inputs.constants)
+    )
+    options = {"segment_ids": ONE_SEGMENT} if op.has_segments else {}
+    if op.state:
+        state = op.state((BATCH,), jnp.float32, *constants)
+        options |= {"initial_state": state, "return_state": True}
+
+    def gradients(arrays: Any, constants: Any) -> Any:
+        y, pullback = jax.vjp(partial(op, **options), arrays, constants)
+        return pullback(y)
+
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(gradients, arrays, constants)
+
+
 @each_op
 def test_no_tokens(name):
     op, inputs = OPS[name], draw(name, np.float32)

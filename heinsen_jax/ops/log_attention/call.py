@@ -32,7 +32,7 @@ from heinsen_jax.ops.log_attention.state import (
     read_all,
     split_signs,
 )
-from heinsen_jax.typing import Array, Bool, DTypeLike, Float
+from heinsen_jax.typing import Array, Bool, DTypeLike, Float, common_dtype, wide
 
 Implementation = Literal["reference", "scan", "chunked", "gpu"] | Chunked
 State = LogAttentionState | HeinsenAttentionState
@@ -70,13 +70,13 @@ class Arguments:
     @property
     def dtype(self) -> DTypeLike:
         """Dtype of the output."""
-        return jnp.result_type(self.query, self.key, self.value)
+        return common_dtype(self.query, self.key, self.value)
 
     @property
     def computed_dtype(self) -> DTypeLike:
         """Dtype of sums: at least float32."""
         states = () if self.state is None else (self.state.log_z,)
-        return jnp.promote_types(jnp.result_type(self.dtype, *states), jnp.float32)
+        return wide(self.dtype, *states)
 
 
 @jax.jit  # so that equal calls and gradients outside another `jit` are compiled once
@@ -163,7 +163,7 @@ def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
     log_decay = arguments.log_decay
     if log_decay is not None:
         features = 1 if log_decay.ndim < arguments.key.ndim else key_depth
-        exact = jnp.promote_types(dtype, jnp.float32)
+        exact = wide(dtype)
         log_decay = jnp.asarray(log_decay, exact).reshape(batch, sources, groups, features)
     query = jnp.asarray(arguments.query, dtype)
     query = query.reshape(batch, length, groups, num_heads // groups, key_depth)

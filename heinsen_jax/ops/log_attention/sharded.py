@@ -3,12 +3,10 @@
 from functools import partial
 from typing import Any, Literal, overload
 
-import jax.numpy as jnp
-
 from heinsen_jax.ops.context import over_context, summary_of
 from heinsen_jax.ops.log_attention.api import Implementation, log_attention
 from heinsen_jax.ops.log_attention.state import LogAttentionState
-from heinsen_jax.typing import Array, Decay, Inexact, Keys, Query, Segments
+from heinsen_jax.typing import Array, Decay, Inexact, Keys, Query, Segments, wide
 
 
 @overload
@@ -85,7 +83,7 @@ def sharded_log_attention(
             "log_decay: unsupported with is_causal=False on a split sequence; call "
             "log_attention with the whole sequence on each device"
         )
-    dtype = jnp.promote_types(jnp.result_type(query, key, log_value), jnp.float32)
+    dtype = wide(query, key, log_value)
     *batch, _, groups, key_depth = key.shape
     sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
     empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)

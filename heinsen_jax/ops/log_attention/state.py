@@ -23,7 +23,15 @@ from heinsen_jax.ops.numerics import (
     softmax_pair,
     where_empty,
 )
-from heinsen_jax.typing import Array, Complex, DTypeLike, Float, Inexact, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Complex,
+    DTypeLike,
+    Float,
+    Inexact,
+    common_dtype,
+    pytree_dataclass,
+)
 
 BLOCK = 64  # tokens whose [K, V] log sums are computed together
 
@@ -330,7 +338,7 @@ def attend(state: Averages, query: Array) -> Array:
 
 def split_signs(x: Inexact[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
     """Split complex logarithms into logarithms of the values' positive and negative parts."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.complex64))
+    x = x.astype(common_dtype(x, jnp.complex64))
     is_negative = jnp.abs(x.imag) > jnp.pi / 2
     parts = [jnp.where(is_negative, -jnp.inf, x.real), jnp.where(is_negative, x.real, -jnp.inf)]
     return jnp.concatenate(parts, -1)

@@ -20,7 +20,17 @@ from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.log_window.merged import attend
 from heinsen_jax.ops.log_window.state import LogWindowState
 from heinsen_jax.ops.masks import reach
-from heinsen_jax.typing import Array, Float, Keys, Mixed, Query, Segments, Values
+from heinsen_jax.typing import (
+    Array,
+    Float,
+    Keys,
+    Mixed,
+    Query,
+    Segments,
+    Values,
+    common_dtype,
+    wide,
+)
 
 Implementation = Literal["scan", "chunked", "gpu"] | Chunked
 NAMES = ("scan", "chunked", "gpu")
@@ -151,11 +161,11 @@ def log_window_attention(
     *batch, length, groups, key_depth = key.shape
     state = initial_state
     if return_state and state is None:
-        dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+        dtype = wide(*arrays)
         sizes = groups, key_depth, value.shape[-1], key_features.shape[-1], window_size
         state = LogWindowState.empty(batch, *sizes, dtype, has_decay=log_decay is not None)
     if 0 in (*batch, length):
-        y = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.result_type(query, value))
+        y = jnp.zeros((*query.shape[:-1], value.shape[-1]), common_dtype(query, value))
     else:
         scale = 1 / math.sqrt(max(key_depth, 1)) if scale is None else scale
         options = log_weight, log_decay, segment_ids, state, scale
@@ -218,10 +228,10 @@ def _resolve_implementation(
         raise ValueError(
             f"implementation must be a Chunked, None or one of {[*NAMES]}, not {chosen!r}"
         )
-    dtype = jnp.result_type(query, key, value, *features)
+    dtype = common_dtype(query, key, value, *features)
     if chosen == "gpu":
         depths = features[0].shape[-1], value.shape[-1]
-        mosaic.check(depths=depths, dtype=jnp.promote_types(dtype, jnp.float32), is_causal=True)
+        mosaic.check(depths=depths, dtype=wide(dtype), is_causal=True)
     attention = resolve_implementation(chosen, dtype, is_one=query.shape[-3] == 1)
     assert attention is not None
     return attention

@@ -15,7 +15,7 @@ from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.log_window.state import LogWindowState
 from heinsen_jax.ops.masks import Window
 from heinsen_jax.ops.softmax import folded_attention
-from heinsen_jax.typing import Array, Bool, Float, Integer
+from heinsen_jax.typing import Array, Bool, Float, Integer, wide
 
 
 class _Tokens(NamedTuple):
@@ -64,7 +64,7 @@ def attend(
     groups = key.shape[-2]
     folds = math.prod(key.shape[:-3]) * groups
     floats = [x for x in jax.tree.leaves((arrays, state)) if jnp.issubdtype(x.dtype, jnp.floating)]
-    dtype = jnp.promote_types(jnp.result_type(*floats), jnp.float32)
+    dtype = wide(*floats)
 
     def fold(x: Array) -> Array:
         return fold_heads(x.astype(dtype), groups)

@@ -19,6 +19,7 @@ from heinsen_jax.typing import (
     Keys,
     Values,
     pytree_dataclass,
+    wide,
 )
 
 
@@ -97,7 +98,7 @@ class LogWindowState:
           local_window_size: w.
           first: `[*B]`, index of the first token; earlier ones are ignored; 0 when None.
         """
-        dtype = jnp.promote_types(jnp.result_type(key, value, key_features), jnp.float32)
+        dtype = wide(key, value, key_features)
         decay = None if log_decay is None else log_decay[..., None]
         key, value, features, decay = jax.tree.map(
             lambda x: jnp.moveaxis(x.astype(dtype), -3, -2), (key, value, key_features, decay)

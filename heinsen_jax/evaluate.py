@@ -24,7 +24,7 @@ from heinsen_jax.errors import (
 from heinsen_jax.generate.options import check_count
 from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runs.load import InferenceOptions, load_run
-from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runs.record import CONFIG_FILE, DATA_FILE
 from heinsen_jax.runtime.allocator import keep_freed_memory
 from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.runtime.compilation import cache_compilations
@@ -35,6 +35,7 @@ try:
     from heinsen_jax.data.text import TokenDataset, load_text
     from heinsen_jax.objectives.documents import resolve_documents
     from heinsen_jax.objectives.evaluation import evaluate_model
+    from heinsen_jax.training.recorded import has_changed
 except ImportError as missing:
     raise without_extra(missing, __name__) from missing
 
@@ -66,7 +67,8 @@ class Options(InferenceOptions):
     num_fewshot: int | None = None
     """Number of examples in a prompt; set by each task when None."""
     batch_size: int | None = None
-    """Number of sequences per batch of tasks; 16 when None."""
+    """Number of sequences per batch; when None, those of a microbatch of training, or 16 for
+    tasks."""
     output: Path | None = None
     """JSON file to which results of tasks are written."""
 
@@ -82,7 +84,7 @@ def main() -> None:
 def _evaluate(options: Options) -> None:
     output = options.output
     of_text = "data", "split", "sequence_length", "max_batches", "text_column"
-    of_tasks = "include_path", "limit", "output", "num_fewshot", "batch_size"
+    of_tasks = "include_path", "limit", "output", "num_fewshot"
     for name in of_text if options.tasks else of_tasks:
         if (value := getattr(options, name)) is not None:
             kind = "is unsupported with" if options.tasks else "needs"
@@ -107,6 +109,7 @@ def _run_text(options: Options) -> None:
         raise UserError(f"--text-column {text_column} needs --data; leave it out")
     check_count("--max-batches", max_batches)
     check_count("--sequence-length", sequence_length)
+    check_count("--batch-size", options.batch_size)
     model, tokenizer, step = load_run(workdir, best=not options.latest, precision=options.model)
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
@@ -120,7 +123,15 @@ def _run_text(options: Options) -> None:
             settings, is_other = _of_data(settings, data, text_column or DEFAULT_COLUMN)
         if sequence_length is not None:
             settings = replace(settings, sequence_length=sequence_length)
+        rows = settings.batch_size // experiment.training.accumulation_steps
+        settings = replace(settings, batch_size=options.batch_size or rows)
         dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
+        if not is_other and has_changed(run.files / DATA_FILE, dataset):
+            raise UserError(
+                f"{workdir}: the content of its data has changed since training, so that the "
+                f"{name} split may have text of training; restore it, or give the text that is to "
+                "be evaluated by --data"
+            )
     settings, documents = resolve_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)

@@ -250,7 +250,7 @@ def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("option", ["--max-batches", "--sequence-length"])
+@pytest.mark.parametrize("option", ["--max-batches", "--sequence-length", "--batch-size"])
 def test_evaluate_checks_its_options_before_it_reads_a_model(place, monkeypatch, capsys, option):
     arguments = "--workdir", "nowhere", option, "0"
     code, _, error = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import grain
-import numpy as np
 
 from heinsen_jax.data.config import DataConfig, Documents
 from heinsen_jax.data.dataset import Batch, MixedRows
@@ -23,8 +22,8 @@ class MixedDataset:
     """Sources of training rows by name, each a corpus of its own.
 
     A stage's weights apply from its step on. Rows alternate between the sources in proportion to
-    their weights, and each source continues in its own random order, also across stages; so a row
-    is a pure function of the seed and its number.
+    their weights, rounded to hundredths of the smallest, and each source continues in its own
+    random order, also across stages; so a row is a pure function of the seed and its number.
 
     Args:
       sources: the data sets by name, with one tokenizer.
@@ -112,6 +111,7 @@ class MixedDataset:
 
     def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
         """Rows of the sources in proportion to the weights of the stage of their step."""
+        config = replace(config, documents=self.documents(config))
         rows = {
             name: grain.MapDataset.range(ENDLESS).map(source.train_row(config, seed + number))
             for number, (name, source) in enumerate(self.sources.items())
@@ -119,10 +119,10 @@ class MixedDataset:
         begins = [step * config.batch_size for step, _ in self._stages]
         used, mixtures = dict.fromkeys(rows, 0), []
         for (_, weights), begin, end in zip(self._stages, begins, [*begins[1:], 0], strict=True):
-            mixtures.append(_mix(rows, used, weights))
-            total = sum(weights.values())
-            for name, weight in weights.items():  # an upper bound, so that no row repeats
-                used[name] += int(np.ceil((end - begin) * weight / total))
+            shares = _shares(weights)
+            mixtures.append(_mix(rows, used, shares))
+            for name, share in shares.items():  # an upper bound, so that no row repeats
+                used[name] += -(-(end - begin) * share // sum(shares.values()))
 
         def row(number: int) -> Batch:
             stage = bisect.bisect_right(begins, number) - 1
@@ -142,6 +142,7 @@ class MixedDataset:
                 f"data.mixture: no test split of {', '.join(lacking)}; train with "
                 "--data.test-fraction, or prepare with --test-fraction, such as 0.05"
             )
+        config = replace(config, documents=self.documents(config))
         by_source = {name: x.held_out_rows(config, split) for name, x in self.sources.items()}
         weights = self.validation_weights
         mixed = {
@@ -175,12 +176,16 @@ def load_mixture(config: DataConfig) -> MixedDataset:
     return MixedDataset(by_name, config)
 
 
+def _shares(weights: Mapping[str, float]) -> dict[str, int]:
+    """The nonzero weights as integers, of which the smallest is 100: others would be truncated to
+    such integers by grain."""
+    smallest = min(weight for weight in weights.values() if weight)
+    return {name: round(100 * weight / smallest) for name, weight in weights.items() if weight}
+
+
 def _mix(
-    rows: Mapping[str, grain.MapDataset[Batch]],
-    used: Mapping[str, int],
-    weights: Mapping[str, float],
+    rows: Mapping[str, grain.MapDataset[Batch]], used: Mapping[str, int], shares: Mapping[str, int]
 ) -> grain.MapDataset[Batch]:
-    """Unused rows of the sources of nonzero weight, in proportion to the weights."""
-    chosen = {name: weight for name, weight in weights.items() if weight}
-    unused = [rows[name].slice(slice(used[name], None)) for name in chosen]
-    return grain.MapDataset.mix(unused, [*chosen.values()])
+    """Unused rows of the sources, in proportion to the shares."""
+    unused = [rows[name].slice(slice(used[name], None)) for name in shares]
+    return grain.MapDataset.mix(unused, [*shares.values()])

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from heinsen_jax.sharding import current_mesh
-from heinsen_jax.typing import Array, Bool, Float, Integer
+from heinsen_jax.typing import Array, Bool, Float, Integer, wide
 
 Tree = TypeVar("Tree")
 
@@ -107,12 +107,14 @@ def distilled_losses(
       Hinton, Vinyals, Dean, 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
 
+    wider = _widened(readout)
+
     @jax.checkpoint
     def chunk_losses(
         chunk: tuple[Float[Array, "B T D"], Float[Array, "B T D"], Integer[Array, "B T"]],
     ) -> Float[Array, "B T"]:
         ours, theirs, chosen = chunk
-        log_p = jax.nn.log_softmax(readout(ours))
+        log_p = jax.nn.log_softmax(_as(readout, wider)(ours))
         log_q = jax.nn.log_softmax(lax.stop_gradient(teacher_readout(theirs)))
         divergence = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
         log_chosen = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
@@ -187,12 +189,13 @@ def _forward(number, z_loss, readout, features, targets, loss_mask):
 
     def add(carry: tuple[Sums, Readout], chunk: Chunk) -> tuple[tuple[Sums, Readout], Array]:
         sums, (d_readout, d_features) = gradients(readout, *chunk)
-        return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
+        return jax.tree.map(jnp.add, carry, (sums, _widened(d_readout))), d_features
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
     sums = jax.eval_shape(partial(_sums, z_loss), readout, *tokens)
-    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, readout)), chunks)
-    return sums, (d_readout, _together(d_features)[:, : targets.shape[1]])
+    wider = jax.eval_shape(_widened, readout)
+    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, wider)), chunks)
+    return sums, (_as(readout, d_readout), _together(d_features)[:, : targets.shape[1]])
 
 
 def _backward(number, z_loss, saved, cotangents):
@@ -216,6 +219,16 @@ def _together(chunks: Array) -> Array:
     """The inverse, padding included."""
     x = jnp.moveaxis(chunks, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _widened(readout: Tree) -> Tree:
+    """The readout in at least float32, in which its cotangents of chunks are summed."""
+    return jax.tree.map(lambda x: x.astype(wide(x)), readout)
+
+
+def _as(readout: Tree, wider: Tree) -> Tree:
+    """The inverse of `_widened`."""
+    return jax.tree.map(lambda x, y: y.astype(x.dtype), readout, wider)
 
 
 def _zeros(shapes: Tree) -> Tree:

@@ -142,7 +142,7 @@ class DistillationConfig:
 class ExperimentConfig:
     """All settings of a run."""
 
-    seed: int = 0
+    seed: pydantic.NonNegativeInt = 0
     """Seed of the initial weights, the order of the data, and samples."""
     model: LanguageModelConfig = LanguageModelConfig()
     data: AnyDataConfig = DataConfig()

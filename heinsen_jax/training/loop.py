@@ -371,24 +371,26 @@ class _Run:
         """Report a complete update, if it is one of `log_every`, with the mean loss of the updates
         since the last report that were not skipped."""
         values = {name: float(x) for name, x in measured.items()}
-        if not values["consecutive_skips"]:
-            self.losses.append(values["loss"])
-        if step % self.training.log_every == 0 or step == self.training.steps:
-            self._report(step, values)
-
-    def _report(self, step: int, values: dict[str, float]) -> None:
         skips = int(values.pop("consecutive_skips"))
-        if skips:
+        if not skips:
+            self.losses.append(values["loss"])
+        is_over = skips >= self.training.max_consecutive_skips
+        is_reported = step % self.training.log_every == 0 or step == self.training.steps
+        if skips and (is_over or is_reported):
             self.reporter.line(
                 f"warning: the last {skips} update(s) up to step {step} were skipped: loss "
                 f"{values['loss']:.4g}, gradient norm {values['gradient_norm']:.4g}"
             )
-        if skips >= self.training.max_consecutive_skips:
+        if is_over:
             raise Diverged(
                 f"training ends at step {step}: {skips} consecutive updates were skipped, because "
                 "they were not finite or their gradients exceeded training.skip_grad_norm_ratio. "
                 "Try a smaller optimizer.learning_rate, or check the data near this step"
             )
+        if is_reported:
+            self._report(step, values)
+
+    def _report(self, step: int, values: dict[str, float]) -> None:
         if self.losses:
             values["loss"] = math.fsum(self.losses) / len(self.losses)
         self.losses.clear()

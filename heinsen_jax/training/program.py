@@ -227,14 +227,15 @@ class Program:
     def evaluate(
         self, state: TrainState, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Metrics of a state on the validation split."""
+        """Metrics of a state on the validation split, in batches as large as a microbatch."""
+        parts, limit = self.training.accumulation_steps, self.training.evaluation_batches
         return evaluate(
             self.evaluation_step,
             state.weights,
             self.dataset,
-            self.data,
+            dataclasses.replace(self.data, batch_size=self.data.batch_size // parts),
             self.mesh,
-            max_batches=self.training.evaluation_batches,
+            max_batches=None if limit is None else limit * parts,
             is_causal=self.model.is_causal,
             step_by_position=self.step_by_position,
             before_batch=before_batch,

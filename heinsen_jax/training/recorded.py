@@ -106,7 +106,7 @@ def check_changes(
         if name in theirs and value != theirs[name]
     }
     path = workdir / DATA_FILE
-    if isinstance(dataset, TextDataset) and _differs(path, dataset.content):
+    if has_changed(path, dataset):
         changed[CONTENT] = f"the content of data.corpus ({path} records the previous one)"
     refused = [line for name, line in changed.items() if _affects_result(name)]
     if refused and not allowed:
@@ -117,14 +117,17 @@ def check_changes(
     return [*changed.values()]
 
 
-def _differs(path: Path, content: bytes) -> bool:
-    """Whether a manifest exists and has other tokens."""
-    return path.exists() and splits_of(path.read_bytes()) != splits_of(content)
+def has_changed(path: Path, dataset: Dataset) -> bool:
+    """Whether a manifest exists and lacks the tokens of a data set of text, or is damaged."""
+    if not isinstance(dataset, TextDataset) or not path.exists():
+        return False
+    recorded, ours = splits_of(path.read_bytes()), splits_of(dataset.content)
+    return not all(split in recorded.values() for split in ours.values())
 
 
-def splits_of(content: bytes) -> JSON:
+def splits_of(content: bytes) -> dict[str, JSON]:
     """The shards of training and validation with their hashes, from a manifest, or from all
-    manifests of a mixture; None if damaged."""
+    manifests of a mixture; none if damaged."""
     try:
         manifest = parse_json(content)
         by_name = manifest if "splits" not in manifest else {"": manifest}
@@ -133,7 +136,7 @@ def splits_of(content: bytes) -> JSON:
             for name, each in by_name.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+        return {}
 
 
 def _affects_result(name: str) -> bool:

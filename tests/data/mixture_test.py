@@ -1,5 +1,6 @@
 """Mixtures of corpora: proportions, stages, and evaluation by corpus."""
 
+import contextlib
 import dataclasses
 from itertools import chain, islice
 
@@ -81,6 +82,43 @@ def test_a_corpus_continues_in_its_order_across_stages(config, tmp_path):
         for c in (staged, single)
     ]
     np.testing.assert_array_equal(*rows)
+
+
+def test_no_row_is_drawn_twice_whatever_the_weights(config, tmp_path):
+    """Also with weights of which one is hardly larger than another."""
+    a, b = (str(tmp_path / name) for name in "ab")
+    mixture = {a: 1.0, b: 1.009}
+    staged = dataclasses.replace(
+        config, batch_size=1, mixture=mixture, mixture_stages=((4000, mixture),)
+    )
+    drawn = []
+
+    def recorded(name):
+        return lambda config, seed: lambda number: drawn.append((name, number))
+
+    dataset = data.load(staged)
+    for name, source in dataset.sources.items():
+        source.train_row = recorded(name)
+    row = dataset.train_row(staged, 0)
+    for number in range(4100):
+        with contextlib.suppress(AssertionError):  # rows are None here
+            row(number)
+    assert len({*drawn}) == len(drawn) == 4100
+    assert [name for name, _ in drawn].count("b") == pytest.approx(4100 * 1.009 / 2.009, abs=2)
+
+
+def test_documents_are_separate_in_all_corpora_or_in_none(config, tmp_path):
+    """A folder has separate documents, if no setting says otherwise, and so has a file with it."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in "cde":
+        (folder / f"{name}.txt").write_text(name * 500)
+    mixed = dataclasses.replace(config, mixture={str(tmp_path / "a"): 1.0, str(folder): 1.0})
+    dataset = data.load(mixed)
+    batch = next(data.train_batches(dataset, mixed, seed=0))
+    assert batch.segment_ids.shape == batch.tokens.shape
+    for batch in data.validation_batches(dataset, mixed):
+        assert batch.segment_ids.shape == batch.tokens.shape
 
 
 def test_validation_has_all_corpora_together_and_each(config):

@@ -104,6 +104,7 @@ SLIPS = {  # mistaken arguments, and what the message must have
     "--training.steps 99999999999999999999": "--training.steps: ",
     "--model.num-layers 99999999999999999999": "model.num_layers=99999999999999999999 is out of",
     "--seed 9223372036854775808": "seed=9223372036854775808 is out of range",
+    "--seed -1": "--seed: ",
 }
 
 
@@ -332,6 +333,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(monkeypatch, capsys):
         (chat.main, "--max-new-tokens"),
         (evaluate.main, "--sequence-length"),
         (evaluate.main, "--max-batches"),
+        (evaluate.main, "--batch-size"),
     ],
 )
 def test_integers_out_of_range_are_named(monkeypatch, capsys, main, option):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.models.readout import Readout
-from heinsen_jax.objectives.cross_entropy import cross_entropy, token_losses
+from heinsen_jax.objectives.cross_entropy import cross_entropy, distilled_losses, token_losses
 
 VOCABULARY, WIDTH = 37, 8
 
@@ -92,6 +92,25 @@ def test_losses_of_tokens_add_up(chunk_tokens):
 @settings(max_examples=15, deadline=None)
 def test_chunks_of_any_size(rows, length, max_logits, bias, seed):
     check(draw(rows, length, seed, bias), max_logits)
+
+
+@pytest.mark.parametrize("is_distilled", [False, True])
+def test_gradients_of_bfloat16_weights_do_not_depend_on_the_number_of_chunks(is_distilled):
+    """Cotangents of chunks are summed in float32."""
+    readout, features, targets, loss_mask = draw(4, 256, 0)
+    features = jnp.abs(features)  # contributions of the same sign
+    half = jnp.asarray(readout.embedding, jnp.bfloat16)
+
+    def loss(embedding, number):
+        ours, limit = Readout(embedding, dtype="bfloat16"), 4 * 256 * VOCABULARY // number
+        if is_distilled:
+            theirs = ours, features[:, ::-1]
+            options = {"divergence_weight": 0.5, "max_logits": 2 * limit}
+            return jnp.sum(distilled_losses(ours, features, *theirs, targets, **options))
+        return cross_entropy(ours, features, targets, loss_mask, max_logits=limit)[0]
+
+    few, many = (np.float32(jax.grad(loss)(half, number)) for number in (1, 256))
+    assert np.linalg.norm(many - few) < 3e-3 * np.linalg.norm(few)
 
 
 @pytest.mark.usefixtures("unchecked")  # for shapes in place of arrays

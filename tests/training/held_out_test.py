@@ -9,7 +9,8 @@ from heinsen_jax import data
 from heinsen_jax.evaluate import main
 from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.runs.load import load_model
-from heinsen_jax.training import prepare_run, train
+from heinsen_jax.training import prepare_run, resolve_settings, train
+from heinsen_jax.training.program import Program
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
@@ -27,3 +28,35 @@ def test_the_named_split_is_evaluated(split, small, tmp_path, monkeypatch, capsy
     measured = evaluate_model(model, dataset, config.data, masked_fraction=0.15, split=split)
     assert f"loss: {measured['loss']:.4f}" in said
     assert f"bits per byte: {measured['bits_per_byte']:.4f}" in said
+
+
+def test_data_that_changed_after_training_is_refused(small, tmp_path, monkeypatch, capsys):
+    """Text of training may be in its validation split."""
+    path, folder = tmp_path / "numbers.txt", str(tmp_path / "run")
+    path.write_text("".join(f"{number:07d}\n" for number in range(600)))
+    data_config = replace(small.data, corpus=str(path))
+    training = replace(small.training, steps=1, sample_tokens=0)
+    train(prepare_run(replace(small, data=data_config, training=training), tmp_path / "run"))
+    path.write_text("".join(f"{number:07d}\n" for number in reversed(range(600))))
+    for more in ((), ("--data", str(path))):
+        monkeypatch.setattr(sys, "argv", ["heinsen_jax.evaluate", "--workdir", folder, *more])
+        assert main() == 2
+        assert "the content of its data has changed since training" in capsys.readouterr().err
+
+
+def test_evaluations_need_no_more_rows_than_microbatches(small):
+    """They measure the same rows, and fit into the memory of an update."""
+    dataset, measured, rows = data.load(small.data), [], set()
+    for parts in (1, 4):
+        training = replace(small.training, accumulation_steps=parts)
+        program = Program(resolve_settings(replace(small, training=training), dataset))
+        step = program.evaluation_step
+
+        def recorded(parameters, batch, index, step=step, parts=parts):
+            rows.add((parts, len(batch.tokens)))
+            return step(parameters, batch, index)
+
+        program.evaluation_step = recorded
+        measured.append(program.evaluate(program.initial_state()))
+    assert rows == {(1, 8), (4, 2)}
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)

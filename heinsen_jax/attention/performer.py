@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 import pydantic
 
 from heinsen_jax.attention.features import FeaturesAttention, FeaturesConfig
@@ -38,6 +39,14 @@ class PerformerAttention(FeaturesAttention[PerformerConfig]):
     state_type = HeinsenAttentionState
 
     def op(self) -> Callable[..., Any]:
-        seed = jax.random.key(self.config.seed)
-        features = orthogonal_features(seed, self.num_features, self.key_depth)
+        features = _features(self.config.seed, self.num_features, self.key_depth)
         return partial(performer_attention, projection=features)
+
+
+@cache
+def _features(seed: int, num_features: int, key_depth: int) -> Any:
+    """The random features, constants in compiled functions and the same on all platforms, whatever
+    `jax_default_prng_impl` is."""
+    with jax.ensure_compile_time_eval():
+        key = jax.random.key(seed, impl="threefry2x32")
+        return np.asarray(orthogonal_features(key, num_features, key_depth))

@@ -14,6 +14,7 @@ from heinsen_jax.ops.arguments import (
     check_decay,
     check_paired_heads,
     check_tokens,
+    int32_lengths,
     valid_tokens,
     without_padding,
 )
@@ -341,6 +342,8 @@ def _in_steps(
       ValueError: the number of steps does not fit the tokens.
     """
     *batch, length, _, _ = query.shape
+    if lengths is not None:
+        lengths = steps * jnp.clip(int32_lengths(lengths), 0, length)
     if steps < 1 or key.shape[:-2] != (*batch, steps * length):
         raise ValueError(
             f"key {key.shape} must have num_steps={steps} steps for each token of query "
@@ -362,7 +365,7 @@ def _in_steps(
         **{"log_decay": alone(log_decay, 0), "erase": erase, "write": write},
         "erase_key": erase_key,
         "segment_ids": None if segment_ids is None else jnp.repeat(segment_ids, steps, -1),
-        "key_value_seq_lengths": None if lengths is None else steps * lengths,
+        "key_value_seq_lengths": lengths,
     }
 
 

@@ -5,15 +5,32 @@ other, and returns booleans, True where the key is visible. Rules are hashable, 
 can be compiled for them; `tiled` derives the tiles with visible keys from the rule.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Span: TypeAlias = tuple[float, float]
 
 
 class Mask:
     """Attention mask as a rule on positions."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether each key of `spans` is visible to one of the queries."""
+        return False
+
     def __call__(self, query: Any, key: Any) -> Any:
         raise NotImplementedError
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        """Ranges of positions, both ends included, with all keys that are visible to the queries
+        from `first` to `last`."""
+        del first, last
+        return [(-math.inf, math.inf)]
 
     def __and__(self, other: "Mask") -> "Mask":
         return _Both(self, other)
@@ -22,8 +39,16 @@ class Mask:
         return _Either(self, other)
 
 
+class _Exact(Mask):
+    """A mask of which each key of `spans` is visible to one of the queries."""
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
-class Everything(Mask):
+class Everything(_Exact):
     """All keys are visible."""
 
     def __call__(self, query: Any, key: Any) -> Any:
@@ -31,19 +56,25 @@ class Everything(Mask):
 
 
 @dataclass(frozen=True)
-class Causal(Mask):
+class Causal(_Exact):
     """Keys up to the position of the query are visible."""
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        return [(-math.inf, last)]
 
     def __call__(self, query: Any, key: Any) -> Any:
         return key <= query
 
 
 @dataclass(frozen=True)
-class Window(Mask):
+class Window(_Exact):
     """Keys from `before` positions before the query to `after` positions after it are visible."""
 
     before: int
     after: int = 0
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        return [(first - self.before, last + self.after)]
 
     def __call__(self, query: Any, key: Any) -> Any:
         return (query - key <= self.before) & (key - query <= self.after)
@@ -60,10 +91,13 @@ class Strided(Mask):
 
 
 @dataclass(frozen=True)
-class SameBlock(Mask):
+class SameBlock(_Exact):
     """Keys in the same block of `size` positions are visible."""
 
     size: int
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        return [(first // self.size * self.size, (last // self.size + 1) * self.size - 1)]
 
     def __call__(self, query: Any, key: Any) -> Any:
         return query // self.size == key // self.size
@@ -81,7 +115,7 @@ class BlockEnds(Mask):
 
 
 @dataclass(frozen=True)
-class Global(Mask):
+class Global(_Exact):
     """Global tokens attend to all tokens and are visible to all.
 
     Attributes:
@@ -91,6 +125,12 @@ class Global(Mask):
 
     runs: tuple[tuple[int, int], ...]
     visible_only: bool = False
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        is_global = any(start <= last and first < stop for start, stop in self.runs)
+        if is_global and not self.visible_only:
+            return [(-math.inf, math.inf)]
+        return [(start, stop - 1) for start, stop in self.runs]
 
     def __call__(self, query: Any, key: Any) -> Any:
         visible = self._among(key) & (query >= 0)
@@ -108,6 +148,10 @@ class _Both(Mask):
     first: Mask
     second: Mask
 
+    def spans(self, first: int, last: int) -> list[Span]:
+        pairs = product(self.first.spans(first, last), self.second.spans(first, last))
+        return [(max(x[0], y[0]), min(x[1], y[1])) for x, y in pairs]
+
     def __call__(self, query: Any, key: Any) -> Any:
         return self.first(query, key) & self.second(query, key)
 
@@ -117,6 +161,13 @@ class _Either(Mask):
     first: Mask
     second: Mask
 
+    @property
+    def is_exact(self) -> bool:
+        return self.first.is_exact and self.second.is_exact
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        return self.first.spans(first, last) + self.second.spans(first, last)
+
     def __call__(self, query: Any, key: Any) -> Any:
         return self.first(query, key) | self.second(query, key)
 
@@ -125,10 +176,10 @@ def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[in
     """Return the number of visible tokens before and after a query."""
     size = local_window_size
     if isinstance(size, tuple):
-        if min(size) < 0:
-            raise ValueError(f"local_window_size must not be negative, got {size}")
+        if len(size) != 2 or min(size) < 0:
+            raise ValueError(f"local_window_size must be a pair of sizes >= 0, got {size}")
         return size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
         raise ValueError(f"local_window_size must be an integer >= 1 or a pair, got {size!r}")
     return size - 1, 0 if is_causal else size - 1
 

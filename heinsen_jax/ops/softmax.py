@@ -330,6 +330,7 @@ def _cudnn(query, key, value, bias, mask, is_causal, window, lengths, scale) -> 
     def flat(x: Array | None, axes: int) -> Any:
         if x is None:
             return None
+        x = x.reshape((1,) * (axes - x.ndim) + x.shape)
         x = jnp.broadcast_to(x, (*batch, *x.shape[x.ndim - axes :]))
         return x.reshape(one, *x.shape[len(batch) :])
 

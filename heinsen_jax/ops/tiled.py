@@ -182,18 +182,15 @@ class _VisibleTiles(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _visible_tiles(problem: Problem, overhead: float) -> _VisibleTiles:
-    rows, columns = problem.rows, problem.columns
-    tiles = -(-problem.keys // columns)
-    keys = np.arange(problem.keys)[None]
+    tiles = -(-problem.keys // problem.columns)
     visible = []
-    for start in range(0, problem.queries, rows):
+    for start in range(0, problem.queries, problem.rows):
         if problem.offset is None:
             visible.append(np.arange(tiles))
-            continue
-        queries = np.arange(start, min(start + rows, problem.queries))[:, None]
-        is_visible = np.any(problem.mask(problem.offset + queries, keys), 0)
-        is_visible = np.pad(is_visible, (0, tiles * columns - problem.keys))
-        visible.append(np.flatnonzero(is_visible.reshape(tiles, columns).any(1)))
+        else:
+            first = problem.offset + start
+            last = problem.offset + min(start + problem.rows, problem.queries) - 1
+            visible.append(_visible_to(first, last, problem))
     most = max(1, *map(len, visible))
     limit = problem.max_width or (most if problem.offset is not None else WIDTH)
     widths = np.arange(1, 1 + min(most, limit))
@@ -204,6 +201,19 @@ def _visible_tiles(problem: Problem, overhead: float) -> _VisibleTiles:
     blocks = [np.pad(x, (0, -len(x) % width), constant_values=tiles) for x in visible]
     blocks = np.concatenate(blocks).reshape(-1, width)
     return _VisibleTiles(row.astype(np.int32), blocks.astype(np.int32))
+
+
+def _visible_to(first: int, last: int, problem: Problem) -> np.ndarray:
+    """The tiles with keys that are visible to queries at positions from `first` to `last`."""
+    mask, columns = problem.mask, problem.columns
+    spans = [(max(low, 0), min(high, problem.keys - 1)) for low, high in mask.spans(first, last)]
+    ranges = [np.arange(low // columns, high // columns + 1) for low, high in spans if low <= high]
+    tiles = np.unique(np.concatenate([np.zeros(0, int), *ranges]).astype(int))
+    if mask.is_exact:
+        return tiles
+    keys = tiles[:, None] * columns + np.arange(columns)
+    queries = np.arange(first, last + 1)[:, None, None]
+    return tiles[np.any(mask(queries, keys) & (keys < problem.keys), (0, 2))]
 
 
 def _over_blocks(problem: Problem, step, sums, tiles: _Tiles):

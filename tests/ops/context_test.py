@@ -77,6 +77,13 @@ def test_parts_continue_from_the_initial_state(arrays, is_causal):
     assert_split_equals_whole(arrays, is_causal=is_causal, initial_state=state)
 
 
+def test_parts_decay_an_initial_state_without_its_own_decay(arrays):
+    _, key, value = arrays
+    state = LogAttentionState.empty((), 1, 2, 3).absorb(key[:2], value[:2])
+    log_decay = np.full(key.shape[:2], -0.2, np.float32)
+    assert_split_equals_whole(arrays, initial_state=state, log_decay=log_decay)
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments_may_span_parts(arrays, name):
     assert_split_equals_whole(arrays, segment_ids=np.array(SEGMENTS[name]))

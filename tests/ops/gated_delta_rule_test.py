@@ -368,3 +368,15 @@ def test_invalid_arguments_raise(change, message):
     shapes = {"query": (1, 4, 2, 3), "key": (1, 4, 2, 3), "value": (1, 4, 2, 5)} | change
     with pytest.raises(ValueError, match=message):
         gated_delta_rule(**{name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32])
+def test_lengths_in_steps_do_not_overflow(dtype):
+    """180 steps are more than int8 has, and no sequence is longer than its tokens."""
+    query, key = jnp.ones((1, 100, 1, 2)), jnp.ones((1, 200, 1, 2))
+    call = partial(gated_delta_rule, query, key, key, num_steps=2)
+    given, wanted = (call(key_value_seq_lengths=jnp.array([n])) for n in (dtype(90), 90))
+    np.testing.assert_array_equal(given, wanted)
+    assert np.abs(wanted).max() > 0
+    most = jnp.array([np.iinfo(dtype).max])
+    np.testing.assert_allclose(call(key_value_seq_lengths=most), call(), rtol=1e-6)

@@ -316,7 +316,8 @@ def test_published_sparse_patterns(golden, name, pattern, summaries):
             'implementation="tiled" has no mask as an array; "xla" has',
         ),
         (dot_product_attention, {"local_window_size": 0}, ValueError, "local_window_size must be"),
-        (dot_product_attention, {"local_window_size": (-1, 2)}, ValueError, "must not be negative"),
+        (dot_product_attention, {"local_window_size": (-1, 2)}, ValueError, "must be a pair"),
+        (dot_product_attention, {"local_window_size": (1, 0, 0)}, ValueError, "must be a pair"),
         (dot_product_attention, {"segment_ids": np.zeros(3, int)}, ValueError, "segment_ids must"),
         (local.dilated_attention, {"local_window_size": 2, "dilation": 0}, ValueError, "dilation"),
         (
@@ -448,3 +449,19 @@ def test_queries_beyond_their_number_are_zero():
     np.testing.assert_array_equal(y[0, 3:], 0)
     np.testing.assert_array_equal(y[0, :3], whole[0, :3])
     np.testing.assert_array_equal(y[1], whole[1])
+
+
+def test_cudnn_is_given_masks_and_biases_of_all_sequences(monkeypatch):
+    """`[T, S]` is broadcast to `[B, N, T, S]`."""
+    shapes = {}
+
+    def recorded(query, key, value, bias, mask, **options):
+        shapes.update(bias=bias.shape, mask=mask.shape)
+        return query
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", recorded)
+    x = jnp.ones((3, 8, 1, 2))
+    options = {"mask": jnp.ones((8, 8), bool), "bias": jnp.ones((1, 8, 8))}
+    dot_product_attention(x, x, x, implementation="cudnn", **options)
+    assert shapes == {"bias": (3, 1, 8, 8), "mask": (3, 1, 8, 8)}

@@ -74,9 +74,9 @@ def log_attention(
     causal (4), otherwise over all tokens.
 
     The result is log Y, the input of later layers. No scale 1/sqrt(key_depth) is applied, and the
-    op has no parameters. Finite for every finite input. Sums and states are float32
-    (or float64), also for half-precision inputs; "chunked" rounds factors of products to bfloat16
-    if all inputs are bfloat16.
+    op has no parameters. Finite for all finite inputs whose sums Q + K and K + log V are finite.
+    Sums and states are float32 (or float64), also for half-precision inputs; "chunked" rounds
+    factors of products to bfloat16 if all inputs are bfloat16.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

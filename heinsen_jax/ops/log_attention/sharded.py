@@ -1,7 +1,10 @@
 """Log-attention over a sequence that is split over several devices."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
+
+import jax.numpy as jnp
 
 from heinsen_jax.ops.context import over_context, summary_of
 from heinsen_jax.ops.log_attention.api import Implementation, log_attention
@@ -87,6 +90,9 @@ def sharded_log_attention(
     *batch, _, groups, key_depth = key.shape
     sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
     empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
+    lacks_decay = initial_state is not None and initial_state.log_decay is None
+    if has_decay and initial_state is not None and lacks_decay:
+        initial_state = replace(initial_state, log_decay=jnp.zeros_like(initial_state.log_z))
 
     def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:
         decay = log_decay[0] if log_decay else None
@@ -104,4 +110,6 @@ def sharded_log_attention(
         initial_state=initial_state,
         return_state=return_state,
     )
-    return (y, state) if return_state else y
+    if not return_state:
+        return y
+    return y, replace(state, log_decay=None) if lacks_decay else state

@@ -31,6 +31,7 @@ from heinsen_jax.typing import (
     Inexact,
     common_dtype,
     pytree_dataclass,
+    wide,
 )
 
 BLOCK = 64  # tokens whose [K, V] log sums are computed together
@@ -105,11 +106,12 @@ class LogAttentionState:
           ValueError: shapes do not fit the state.
         """
         check_state(self, key=key, log_value=log_value)
+        before, key, log_value, log_decay = _widened(self, key, log_value, log_decay)
         key, total = _decayed_keys(key, log_decay)
-        earlier = _decayed(self, total)
+        earlier = _decayed(before, total)
         tokens = (jnp.moveaxis(x, -3, -2) for x in (key, log_value))
         after = self.from_averages(absorb(earlier.to_averages(), *tokens))
-        return replace(after, log_decay=earlier.log_decay)
+        return _narrowed(replace(after, log_decay=earlier.log_decay), self)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Inexact[Array, "*B T N V"]:
         """Attend to the state, eq. (5): log Y = LSE_k(Q_k + H_S,k) - LSE_k(Q_k + H_Z,k).
@@ -217,11 +219,12 @@ class HeinsenAttentionState:
           ValueError: shapes do not fit the state.
         """
         check_state(self, key=key, value=value)
+        before, key, value, log_decay = _widened(self, key, value, log_decay)
         key, total = _decayed_keys(key, log_decay)
         added = averages_of(*(jnp.moveaxis(x, -3, -2) for x in (key, value)))
-        earlier = _decayed(self, total)
+        earlier = _decayed(before, total)
         merged = merge_averages(earlier.to_averages(), added, is_log=False)
-        return replace(self.from_averages(merged), log_decay=earlier.log_decay)
+        return _narrowed(replace(self.from_averages(merged), log_decay=earlier.log_decay), self)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
         """Attend to the state: Y = sum_k softmax_k(Q_k + H_Z,k) M_k.
@@ -354,6 +357,9 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
     """Raise ValueError if `query`, `key`, `value` or `log_value` do not fit the state."""
     groups, key_depth = state.log_z.shape[-2:]
     values = state.log_s if isinstance(state, LogAttentionState) else state.mean
+    lengths = {name: x.shape[-3] for name, x in arrays.items() if x.ndim >= 3}
+    if len({*lengths.values()}) > 1:
+        raise ValueError(f"{' and '.join(arrays)} must have the same number of tokens: {lengths}")
     for name, array in arrays.items():
         depth = values.shape[-1] if name.endswith("value") else key_depth
         heads_fit = array.ndim >= 3 and (
@@ -365,6 +371,21 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
                 f"{state.log_z.shape[:-2]}, {groups} key/value heads and depth {depth}: "
                 f"expected [*batch, tokens, heads, {depth}]"
             )
+
+
+def _widened(
+    state: State, key: Array, value: Array, log_decay: Array | None
+) -> tuple[State, Array, Array, Array | None]:
+    """The state and its next tokens in one dtype, at least float32, or its complex dtype."""
+    given = state, key, value, log_decay
+    dtype = wide(*(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(given)))
+    return jax.tree.map(lambda x: x.astype(dtype if jnp.isrealobj(x) else x.dtype), given)
+
+
+def _narrowed(state: State, before: State) -> State:
+    """The inverse for the state."""
+    dtype = before.log_z.dtype
+    return jax.tree.map(lambda x: x.astype(dtype if jnp.isrealobj(x) else x.dtype), state)
 
 
 def _decayed(state: State, log_decay: Array | None) -> State:

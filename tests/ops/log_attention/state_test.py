@@ -127,6 +127,24 @@ def test_absorbing_more_tokens_than_a_block():
     assert_within(state.log_z, np.logaddexp.reduce(key.astype(np.float64), axis=1), 5e-6)
 
 
+@pytest.mark.parametrize("empty", [EMPTY, NO_AVERAGES], ids=["log", "linear"])
+def test_half_precision_is_absorbed_in_float32(empty):
+    _, key, value, _ = jax.tree.map(jnp.bfloat16, random_inputs(CASE, 0))
+    log_decay = jnp.full(key.shape[:3], -0.003, jnp.bfloat16)
+    rounded = jax.tree.map(np.float32, (key, value, log_decay))
+    given, wanted = empty.absorb(key, value, log_decay), empty.absorb(*rounded)
+    jax.tree.map(np.testing.assert_array_equal, given, wanted)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("empty", [EMPTY, NO_AVERAGES], ids=["log", "linear"])
+def test_a_state_that_absorbs_float64_keeps_its_dtype(empty):
+    """Also over several blocks."""
+    _, key, value, _ = random_inputs(dataclasses.replace(CASE, length=150), 0)
+    after = empty.absorb(np.float64(key), np.float64(value))
+    assert {x.dtype for x in jax.tree.leaves(after)} == {np.dtype("float32")}
+
+
 @pytest.mark.parametrize("length", [1, 6, 150])
 def test_attend_equals_log_attention(length):
     query = random_inputs(Case(length, batch=(2,), num_heads=4, value_depth=5), 1).query
@@ -184,6 +202,7 @@ def test_log_s_of_signed_values_is_the_complex_logarithm():
     ("method", "shapes", "message"),
     [
         ("absorb", [(2, 6, 2, 4), (2, 6, 2, 5)], r"key of shape \(2, 6, 2, 4\) does not fit"),
+        ("absorb", [(2, 6, 2, 3), (2, 1, 2, 5)], "must have the same number of tokens"),
         ("absorb", [(2, 6, 1, 3), (2, 6, 1, 5)], "key of shape .* 2 key/value heads and depth 3"),
         ("absorb", [(2, 6, 2, 3), (2, 6, 2, 3)], "log_value of shape .* expected .*heads, 5"),
         ("absorb", [(6, 2, 3), (6, 2, 5)], r"key of shape \(6, 2, 3\) .* batch shape \(2,\)"),

@@ -128,7 +128,8 @@ class Chat:
         try:
             tokens = self._tokens(self._after(messages))
             new = until_end(tokens, self.tokenizer, self.max_new_tokens)
-            for text in decode_stream(self.tokenizer, new, self.decoding_errors):
+            texts = decode_stream(self.tokenizer, new, self.decoding_errors)
+            for text in self._without_first_space(texts):
                 answer += text
                 content = answer.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
                 self.messages = [*messages, {"role": "assistant", "content": content}]
@@ -137,6 +138,12 @@ class Chat:
             if len(self.messages) < len(messages):  # no answer yet
                 self.position = before
             raise
+
+    def _without_first_space(self, texts: Iterator[str]) -> Iterator[str]:
+        """The parts of an answer, which begins a text if it is a message."""
+        for first in itertools.islice(texts, 1):
+            yield first if self.template is None else self.template.without_first_space(first)
+        yield from texts
 
     def _after(self, messages: list[dict[str, JSON]]) -> list[int]:
         """The tokens to be processed before the answer to the last message."""

@@ -1,6 +1,7 @@
 """Files of a pretrained model that define its tokenizer, merged as transformers 5 reads them."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,34 @@ def merged_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     templates = _template_files(folder) or templates_of(config.get("chat_template"), config_path)
     pairs = [{"name": name, "template": template} for name, template in templates.items()]
     return document, config | {"chat_template": pairs or None}
+
+
+def without_lacking(
+    document: dict[str, Any],
+    config: Mapping[str, Any],
+    vocab_size: int,
+    stops: Collection[int],
+    path: Path,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of both files without the added tokens whose ids are not below `vocab_size`, if
+    no text has them: neither at its start or end nor in `stops`. Gemma 3's models of text lack the
+    token of an image, which their tokenizer has. A warning names the tokens."""
+    special = special_tokens_of(config)
+    ends = {special.get("bos_token"), special.get("eos_token")}
+    added = document.get("added_tokens") or []
+    lacking = [x for x in added if x["id"] >= vocab_size and x["id"] not in stops]
+    names = {token["content"] for token in lacking} - ends
+    if not names:
+        return document, {**config}
+    listed = ", ".join(sorted(names))
+    warnings.warn(
+        f"{path}: the model has vocab_size={vocab_size} and lacks {listed}; left out of the "
+        "tokenizer",
+        stacklevel=2,
+    )
+    kept = [token for token in added if token["content"] not in names]
+    others = {name: value for name, value in config.items() if special.get(name) not in names}
+    return {**document, "added_tokens": kept}, others
 
 
 def stop_ids_of(folder: Path) -> list[int]:

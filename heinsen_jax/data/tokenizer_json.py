@@ -111,6 +111,11 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return self.without_first_space(text)
+
+    def without_first_space(self, text: str) -> str:
+        """The beginning of a text, from the bytes of its tokens: without the space before its first
+        word that is part of a token of SentencePiece."""
         return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token: int) -> bytes:

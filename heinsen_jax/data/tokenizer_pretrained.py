@@ -12,6 +12,7 @@ from heinsen_jax.data.tokenizer_files import (
     merged_files,
     stop_ids_of,
     templates_of,
+    without_lacking,
 )
 from heinsen_jax.data.tokenizer_json import (
     SETTINGS_FILE,
@@ -94,11 +95,11 @@ class PretrainedTokenizer(JsonTokenizer):
             return self._with_special.encode(text, add_special_tokens=False).ids
 
     def without_special_tokens(self, text: str) -> str:
-        """A decoded text as transformers returns it with `skip_special_tokens`."""
+        """A text without special tokens, as with `skip_special_tokens` of transformers."""
         for token in self._added.values():
             if token.special:
                 text = text.replace(token.content, "")
-        return text.removeprefix(" ") if self._strips_space else text
+        return text
 
     def render_chat_template(
         self,
@@ -165,8 +166,11 @@ class PretrainedTokenizer(JsonTokenizer):
         return self.encode_with_special_tokens(text)
 
 
-def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
-    """The tokenizer in the folder of a pretrained model; None without `tokenizer.json`.
+def pretrained_tokenizer(
+    folder: Path, name: str, vocab_size: int | None = None
+) -> PretrainedTokenizer | None:
+    """The tokenizer in the folder of a pretrained model, without the added tokens that a model of
+    `vocab_size` lacks, such as those of images; None without `tokenizer.json`.
 
     Its files are merged as in transformers 5. Its end of text is their `eos_token`, or else as for
     `tokenizer_of_json`. Its other stop tokens are the `eos_token_id` in `generation_config.json`,
@@ -178,5 +182,8 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     document, config = merged_files(folder)
     if "eos_token" not in special_tokens_of(config):
         config = config | {"eos_token": tokenizer_of_json(path, name).end_of_text}
-    config = config | {"heinsen_jax": {"stop_ids": stop_ids_of(folder)}}
+    stops = stop_ids_of(folder)
+    if vocab_size is not None:
+        document, config = without_lacking(document, config, vocab_size, stops, path)
+    config = config | {"heinsen_jax": {"stop_ids": stops}}
     return PretrainedTokenizer(name, path, document, config)

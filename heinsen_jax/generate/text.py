@@ -30,6 +30,7 @@ def complete(
     *,
     stop: Sequence[str] = (),
     num_samples: int = 1,
+    begins_text: bool = False,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -50,6 +51,8 @@ def complete(
         pretrained model, ends a text earlier.
       stop: strings that end a text and are not part of it.
       num_samples: samples per prompt.
+      begins_text: whether continuations are texts of their own, which do not begin with the space
+        that a tokenizer of SentencePiece has before each word.
       temperature, top_k, top_p, key: as for `generate`.
       state: state of one sequence that precedes every prompt; None at the start.
 
@@ -102,23 +105,28 @@ def complete(
     sampler = replace(sampler, key=jnp.tile(keys, len(texts)))
     carry: Carry = draw(sampler, logits, 0), after
     rows = np.asarray(carry[0])[:, None]
+    until_stop = partial(_until_stop, tokenizer, stop, begins_text)
     for position in range(1, max_new_tokens, CHECK_EVERY):
-        if all(_until_stop(tokenizer, stop, row)[1] for row in rows):
+        if all(until_stop(row)[1] for row in rows):
             break
         count = min(CHECK_EVERY, max_new_tokens - position)
         options = engine.structure, CHECK_EVERY, engine.weights, sampler
         carry, new = further_tokens(*options, carry, position, count)
         rows = np.concatenate([rows, np.asarray(new)[:, :count]], 1)
-    written = [_until_stop(tokenizer, stop, row)[0] for row in rows]
+    written = [until_stop(row)[0] for row in rows]
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 
 
-def _until_stop(tokenizer: Tokenizer, stop: Sequence[str], row: np.ndarray) -> tuple[str, bool]:
+def _until_stop(
+    tokenizer: Tokenizer, stop: Sequence[str], begins_text: bool, row: np.ndarray
+) -> tuple[str, bool]:
     """The text of new tokens, and whether it has ended."""
     ends = np.flatnonzero(np.isin(row, stop_ids(tokenizer)))
     row = row[: ends[0]] if len(ends) else row
     text = b"".join(tokenizer.token_bytes(int(token)) for token in row)
     text = text.decode("utf-8", "replace")
+    if begins_text:
+        text = getattr(tokenizer, "without_first_space", str)(text)
     starts = [start for start in (text.find(each) for each in stop) if start >= 0]
     return text[: min(starts, default=len(text))], bool(starts or len(ends))
 

@@ -309,7 +309,8 @@ class HarnessModel(HarnessTexts):
                 contexts = self._prompts(
                     [requests[number].args[0] for number in part], options["max_new_tokens"]
                 )
-                texts = complete(self.engine, self.encoding, contexts, **options)
+                given = self.engine, self.encoding, contexts
+                texts = complete(*given, begins_text=True, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     if isinstance(self.encoding, PretrainedTokenizer):
                         text = self.encoding.without_special_tokens(text)

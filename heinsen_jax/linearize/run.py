@@ -71,7 +71,8 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
       Windows with sinks, in all layers but every fifth:
 
           attention = ("sliding_window:window_size=60,num_sinks=4",)
-          linearize(Options("runs/teacher", "runs/linear", attention=attention, keep=("4::5",)))
+          folders = {"model": "runs/teacher", "workdir": "runs/linear"}
+          linearize(Options(**folders, attention=attention, keep=("4::5",)))
     """
     options = _with_absolute_paths(options)
     with open_run(options.model) as run:  # its tokenizer prepares the data

@@ -203,3 +203,30 @@ def test_the_missing_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "heinsen_jax.data.chat_template", raising=False)
     with pytest.raises(UserError, match=r"jinja2.*heinsen_jax\[transformers\]"):
         load(FOLDER).apply_chat_template([USER])
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_added_tokens_that_a_model_lacks_are_left_out(folder, is_named):
+    """Gemma 3's tokenizer has a token of images, whose id its models of text lack."""
+    number = load(folder).vocab_size
+    image = {"content": "<image_soft_token>", "special": True}
+    configure(folder, added_tokens_decoder={str(number): image})
+    if is_named:
+        configure(folder, image_token="<image_soft_token>")
+    assert load(folder).vocab_size == number + 1
+    with pytest.warns(UserWarning, match=r"lacks <image_soft_token>; left out of the tokenizer"):
+        tokenizer = pretrained_tokenizer(folder, "tiny", number)
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == number
+    assert "image_token" not in tokenizer.special_tokens
+
+
+@pytest.mark.parametrize("name", ["eos_token", "bos_token"])
+def test_ends_that_a_model_lacks_stay(folder, name):
+    """So that the model is refused."""
+    number = load(folder).vocab_size
+    configure(folder, added_tokens_decoder={str(number): {"content": "<end>", "special": True}})
+    configure(folder, **{name: "<end>"})
+    tokenizer = pretrained_tokenizer(folder, "tiny", number)
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == number + 1

@@ -1,5 +1,7 @@
 """Chat: the state covers the whole conversation and can be saved."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,15 @@ import pytest
 from heinsen_jax import chat
 from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import Engine
 from heinsen_jax.generate.compiled import step
+from heinsen_jax.generate.text import _until_stop
 from heinsen_jax.interop.transformers import from_pretrained
 from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
+from tests.data.tokenizer_json_test import byte_fallback
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
@@ -142,3 +147,40 @@ def test_end_of_input_ends_it(run, monkeypatch):
     monkeypatch.setattr("builtins.input", no_more)
     monkeypatch.setattr("sys.argv", ["chat", "--workdir", str(run)])
     assert chat.main() == 0
+
+
+@pytest.fixture
+def sentencepiece(tmp_path) -> PretrainedTokenizer:
+    """A tokenizer like that of Mistral, with its template."""
+    byte_fallback().save(str(tmp_path / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'the ' + m.content }}"
+        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": template})
+    )
+    tokenizer = pretrained_tokenizer(tmp_path, "tiny")
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_answers_begin_without_the_space_of_a_word(sentencepiece, monkeypatch):
+    """The next turn then extends the state, instead of beginning again with another text."""
+    new = [*sentencepiece.encode("the the"), sentencepiece.end_of_text_id]
+    monkeypatch.setattr(chat, "continued", lambda *args, **_: iter([(x, None) for x in new]))
+    model = build("linear", vocab_size=sentencepiece.vocab_size, num_layers=1)
+    conversation = Chat(Engine(model, sentencepiece), 4, 0.7, 1, 0)
+    assert "".join(conversation.answer("the")) == "the the"
+    assert conversation.messages[-1]["content"] == "the the"
+    read = conversation.read
+    messages = [*conversation.messages, {"role": "user", "content": "the"}]
+    assert sentencepiece.apply_chat_template(messages)[: len(read)] == read
+
+
+def test_stop_strings_are_sought_in_texts_without_the_space_of_a_word(sentencepiece):
+    row = np.array(sentencepiece.encode("the the"))
+    assert _until_stop(sentencepiece, [" "], True, row) == ("the", True)
+    assert _until_stop(sentencepiece, [" "], False, row) == ("", True)
+    assert _until_stop(sentencepiece, ["x"], True, row) == ("the the", False)

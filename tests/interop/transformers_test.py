@@ -108,6 +108,7 @@ def test_the_language_model_of_a_model_of_text_and_images_is_read(tmp_path):
     outer = {name: text.pop(name) for name in ("dtype", "tie_word_embeddings")}
     folder.mkdir()
     content = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}} | outer
+    content |= {"architectures": ["Qwen3_5ForConditionalGeneration"]}
     (folder / "config.json").write_text(json.dumps(content))
     arrays = {
         name.replace("model.", "model.language_model.", 1): x
@@ -120,6 +121,7 @@ def test_the_language_model_of_a_model_of_text_and_images_is_read(tmp_path):
     written = to_pretrained(from_pretrained(folder)[0], tmp_path / "b", like=folder)
     assert_same(tensors(written), tensors(FOLDER / "qwen3_5"))
     assert fields(written)["model_type"] == "qwen3_5_text"
+    assert fields(written)["architectures"] == ["Qwen3_5ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": {}}))
     with pytest.raises(UserError, match=r"quantization_config=.* is unknown, and may change"):
         from_pretrained(folder)

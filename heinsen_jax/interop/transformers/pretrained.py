@@ -110,7 +110,7 @@ def from_pretrained(
     except (ValueError, OverflowError) as error:
         raise UserError(f"{path}: {explain(error)}; correct that file") from None
     if of_file is None:
-        tokenizer = pretrained_tokenizer(folder, Path(name).name)
+        tokenizer = pretrained_tokenizer(folder, Path(name).name, config.vocab_size)
     else:
         make = extra_module(f"{__package__}.gguf_tokenizer").tokenizer_of
         tokenizer = make(of_file, Path(name).stem)
@@ -284,7 +284,7 @@ def to_pretrained(
         dtypes = {name: DTYPES[x.dtype] for name, x in original.tensors.items()}
     arrays = _tensors(model, NAMES[family.model_type], str(stored), dtypes)
     fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
-    fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
+    fields |= {"architectures": [family.architecture], "model_type": family.model_type}
     if like is None:  # null, since transformers has defaults for absent ids
         start = () if tokenizer is None else start_ids(tokenizer)
         fields["bos_token_id"] = start[0] if start else None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeGuard, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from heinsen_jax.ops.layout import varying_like
+from heinsen_jax.ops.layout import is_symbolic, varying_like
 from heinsen_jax.typing import Array, Bool, DTypeLike, Float, Integer, pytree_dataclass
 
 AXIS = -3  # the axis of tokens of a window
+PIECE = 512
+"""Number of tokens that are appended to the last and first ones at once, at least."""
+State = TypeVar("State")
 
 
 def bucket(length: int, smallest: int = 256) -> int:
@@ -234,6 +237,46 @@ class FirstAndLast:
         near = near & (place[None] <= at[:, None])
         earlier = jnp.arange(count)[None] <= at[:, None]
         return arrays, jnp.concatenate([earlier, near], 1), FirstAndLast(window, first)
+
+
+def in_pieces(
+    step: Callable[[Any, State], tuple[Array, State]],
+    arrays: Any,
+    state: State,
+    *,
+    size: int,
+    axis: int = AXIS,
+) -> tuple[Array, State]:
+    """`step(arrays, state)`, a function of new tokens and the state before them that returns their
+    result and the state after them, for `size` tokens at a time: a step's memory may be quadratic
+    in its tokens, but then grows only in proportion to all tokens.
+
+    Args:
+      step: the function; its result has as many axes after the tokens as the arrays.
+      arrays: pytree of arrays with tokens at an axis.
+      state: the state before the first token.
+      size: number of tokens.
+      axis: the axis of tokens, counted from the end.
+    """
+    length = jax.tree.leaves(arrays)[0].shape[axis]
+    if is_symbolic(length) or length < 2 * size:
+        return step(arrays, state)
+    whole = length // size * size
+
+    def pieces(x: Array) -> Array:
+        x = lax.slice_in_dim(x, 0, whole, axis=axis)
+        place = x.ndim + axis
+        return jnp.moveaxis(x.reshape(*x.shape[:place], -1, size, *x.shape[place + 1 :]), place, 0)
+
+    one = jax.checkpoint(lambda state, arrays: step(arrays, state)[::-1])
+    state, y = lax.scan(one, varying_like(state, arrays), jax.tree.map(pieces, arrays))
+    y = jnp.moveaxis(y, 0, axis - 1)
+    y = y.reshape(*y.shape[: axis - 1], whole, *y.shape[y.ndim + axis + 1 :])
+    if whole == length:
+        return y, state
+    rest = jax.tree.map(lambda x: lax.slice_in_dim(x, whole, length, axis=axis), arrays)
+    last, state = step(rest, state)
+    return jnp.concatenate([y, last], axis), state
 
 
 def _kept(old: Array, new: Array, num_tokens: Array) -> Array:

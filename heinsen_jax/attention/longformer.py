@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.cache import FirstAndLast
+from heinsen_jax.attention.cache import PIECE, FirstAndLast, in_pieces
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.local import longformer_attention
@@ -62,7 +62,8 @@ class LongformerAttention(HeadedAttention[LongformerConfig, FirstAndLast]):
     ) -> tuple[Features, FirstAndLast | None]:
         heads, own = self.heads(x), self.heads(x, project=self.project_global)
         if call.state is not None:
-            y, state = self._stream(heads, own, call.state)
+            size = max(PIECE, call.state.window.size)
+            y, state = in_pieces(self._stream, (heads, own), call.state, size=size)
             return self.out_proj(y), state
         positions = range(min(self.config.num_global_tokens, x.shape[-2]))
         y = longformer_attention(
@@ -76,12 +77,10 @@ class LongformerAttention(HeadedAttention[LongformerConfig, FirstAndLast]):
 
     def _stream(
         self,
-        heads: tuple[Query, Keys, Values],
-        own: tuple[Query, Keys, Values],
+        both: tuple[tuple[Query, Keys, Values], tuple[Query, Keys, Values]],
         state: FirstAndLast,
     ) -> tuple[Mixed, FirstAndLast]:
-        query, key, value = heads
-        own_query, own_key, own_value = own
+        (query, key, value), (own_query, own_key, own_value) = both
         count, before = self.config.num_global_tokens, state.window.num_tokens
         arrays, visible, after = state.append(key, value, own_key, own_value)
         y = dot_product_attention(query, *arrays, mask=visible)

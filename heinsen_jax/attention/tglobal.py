@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax import lax
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.cache import WindowCache, check_capacity
+from heinsen_jax.attention.cache import WindowCache, check_capacity, in_pieces
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, parameter, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
@@ -112,16 +111,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     def _stream(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         """Attention in chunks as long as the window, with memory linear in their number."""
         size = self.config.radius + self.config.block_size
-        chunks = x.shape[-2] // size
-        if chunks < 2:
-            return self._chunk(x, state)
-        complete, rest = jnp.split(x, [chunks * size], -2)
-        complete = complete.reshape(*x.shape[:-2], chunks, size, x.shape[-1])
-        step = jax.checkpoint(lambda state, x: self._chunk(x, state)[::-1])
-        state, y = lax.scan(step, state, jnp.moveaxis(complete, -3, 0))
-        y = jnp.moveaxis(y, 0, -3).reshape(*x.shape[:-2], chunks * size, x.shape[-1])
-        last, state = self._chunk(rest, state)
-        return jnp.concatenate([y, last], -2), state
+        return in_pieces(self._chunk, x, state, size=size, axis=-2)
 
     def _chunk(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         query, key, value = self.heads(x)

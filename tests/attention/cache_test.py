@@ -1,11 +1,12 @@
 """States that hold tokens: positions, valid slots, and sequences in chunks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from heinsen_jax.attention.cache import TokenCache, WindowCache, bucket
-from tests.attention.small import assert_chunks_equal_one_pass, random_layer
+from tests.attention.small import MODEL_DIM, assert_chunks_equal_one_pass, random_layer
 
 
 @pytest.mark.parametrize("capacity", [None, 4])
@@ -51,6 +52,24 @@ LAYERS = {
     "mla": {},
     "longformer": {"window_size": 3, "num_global_tokens": 2},
 }
+
+
+@pytest.mark.parametrize("name", ["sliding_window, sinks", "longformer"])
+def test_long_chunks_need_memory_in_proportion_to_their_tokens(name):
+    """And equal one pass, whether pieces divide them or not."""
+    layer = random_layer(name.partition(",")[0], **LAYERS[name])
+    for length in (1024, 1030):
+        x = np.random.default_rng(0).standard_normal((2, length, MODEL_DIM)).astype(np.float32)
+        state = layer.init_state((2,), capacity=length)
+        call = jax.jit(lambda x, state: layer(x, state=state, return_state=True))
+        y, after = call(x, state)
+        np.testing.assert_allclose(y, layer(x), atol=1e-5 * np.abs(y).max())
+        assert int(after.window.num_tokens) == length
+    sizes = []
+    for length in (2048, 8192):
+        x = jax.ShapeDtypeStruct((2, length, MODEL_DIM), np.float32)
+        sizes.append(call.lower(x, state).compile().memory_analysis().temp_size_in_bytes)
+    assert sizes[1] < 5 * sizes[0]
 
 
 @pytest.mark.parametrize("name", LAYERS)

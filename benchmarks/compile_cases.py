@@ -185,7 +185,7 @@ LOG_ATTENTION = {
     "heinsen_attention, segments": Case(
         ops.heinsen_attention, QKV, LARGEST, SEGMENTS, max_bytes=155_000
     ),
-    "log_attention": Case(ops.log_attention, QKV, LARGER, max_bytes=160_000),
+    "log_attention": Case(ops.log_attention, QKV, LARGER, max_bytes=165_000),
     "log_attention, decay by head": Case(
         partial(decayed, ops.log_attention), (*QKV, LOGITS), LARGEST, max_bytes=195_000
     ),

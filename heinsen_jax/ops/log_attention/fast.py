@@ -28,7 +28,7 @@ from jax import lax
 
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs
-from heinsen_jax.ops.numerics import einsum, finite, reciprocal, safe_log, share
+from heinsen_jax.ops.numerics import einsum, finite, reciprocal, safe_log, share, where_empty
 from heinsen_jax.typing import Array, Float, Int
 
 
@@ -110,7 +110,10 @@ def scales_and_rise(
     _, key, _, decay, segments = _exponents(inputs, form.chunk_size)
     scales = _scales(form, key, decay, segments, log_z)
     visible = jnp.maximum(scales.before, key[..., 0, :])
-    if segments is not None:  # the first token of a segment attends to itself alone
+    if segments is None:  # queries before the first key that is not masked have an empty sum
+        least = jnp.min(where_empty(key, jnp.inf), -2)
+        visible = jnp.where(visible == -jnp.inf, least, visible)
+    else:  # the first token of a segment attends to itself alone
         first = jnp.diff(segments, prepend=0)[..., None] > 0
         visible = jnp.where(first[..., 0, :], key[..., 0, :], visible)
         visible = jnp.minimum(visible, jnp.min(jnp.where(first, key, jnp.inf), -2))

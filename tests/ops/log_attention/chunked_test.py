@@ -112,6 +112,16 @@ def test_decay_and_segments_affect_the_choice():
     assert chosen_tier(query, key + high, log_value, starts=starts) == 1
 
 
+@pytest.mark.parametrize("padding", [1, 60, 65])
+def test_padding_on_the_left_is_fast(padding):
+    """Queries before the first key have empty sums, which nothing makes inexact."""
+    query, key, log_value = inputs()
+    key[:, :padding] = -np.inf
+    assert chosen_tier(query, key, log_value) == 0
+    key[:, padding:] += (10 * TOKENS)[padding:]
+    assert chosen_tier(query, key, log_value) == 1
+
+
 def test_log_zero_has_no_span():
     query, key, log_value = inputs()
     log_value[:, ::2] = -np.inf

@@ -141,7 +141,7 @@ def failure(error: BaseException) -> str | None:
             return f"out of memory ({text}): {LESS_MEMORY}"
         case RecursionError():
             return f"the input is nested too deeply ({text}); make it flatter"
-        case RuntimeError() if "Out of memory" in str(error):
+        case RuntimeError() if "out of memory" in str(error).lower():
             return f"out of memory ({printable(first_line(error))}): {LESS_MEMORY}"
         case OSError(filename=name) if name is not None and error.errno in _BAD_PATHS:
             return f"{_path_text(name)}: {error.strerror}; give another path"

@@ -67,7 +67,7 @@ class Options(InferenceOptions):
     num_fewshot: int | None = None
     """Number of examples in a prompt; set by each task when None."""
     batch_size: int | None = None
-    """Number of sequences per batch; when None, those of a microbatch of training, or 16 for
+    """Number of sequences per batch; when None, as many as in a microbatch of training, or 16 for
     tasks."""
     output: Path | None = None
     """JSON file to which results of tasks are written."""

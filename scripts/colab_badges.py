@@ -1,4 +1,5 @@
-"""Put a Colab badge and an installation cell at the start of every notebook.
+"""Put a Colab badge and a cell that clones and installs the repository at the start of every
+notebook.
 
     python scripts/colab_badges.py OWNER/NAME
 
@@ -25,8 +26,9 @@ import sys
 if "google.colab" in sys.modules:
     from IPython.core.getipython import get_ipython
 
-    package = "heinsen_jax[notebooks] @ git+https://github.com/{repository}"
-    get_ipython().run_line_magic("pip", f"install --quiet '{{package}}'")
+    get_ipython().system("git clone --quiet --depth 1 https://github.com/{repository}")
+    get_ipython().run_line_magic("cd", "{folder}")
+    get_ipython().run_line_magic("pip", "install --quiet -e '.[notebooks]'")
 
 """
 
@@ -45,7 +47,8 @@ def add_badges(repository: str, folder: Path = NOTEBOOKS) -> None:
         if not title:
             raise ValueError(f"{script}: no cell with a title; begin it with one")
         header = before.partition("# %%")[0]  # without earlier cells
-        cells = CELLS.format(repository=repository, name=script.stem)
+        folder_name = repository.partition("/")[2]
+        cells = CELLS.format(repository=repository, folder=folder_name, name=script.stem)
         script.write_text(header + cells + title + rest)
     subprocess.run([sys.executable, "-m", "jupytext", "--to", "ipynb", *scripts], check=True)
 

@@ -32,12 +32,12 @@ class Options:
     """Folder of the results; runs/studies/<name of the study> when None."""
     executor: Literal["local", "ray"] = "local"
     """local: processes of this machine; ray: a Ray cluster."""
-    jobs: int = 1
-    """Number of concurrent runs on this machine."""
-    cpus: float = 1
-    """Number of CPUs per run on a cluster."""
-    gpus: float = 0
-    """Number of GPUs per run on a cluster."""
+    jobs: int | None = None
+    """Number of concurrent runs on this machine; 1 when None."""
+    cpus: float | None = None
+    """Number of CPUs per run on a cluster; 1 when None."""
+    gpus: float | None = None
+    """Number of GPUs per run on a cluster; 0 when None."""
     report_only: bool = False
     """Only write the report of the finished runs."""
     reuse: tuple[Path, ...] = ()
@@ -47,19 +47,26 @@ class Options:
 @command_line
 def main() -> int:
     options = parse(Options, prog="python -m studies", description=Options.__doc__)
-    jobs, study = options.jobs, options.study
+    is_local, study = options.executor == "local", options.study
+    for name in ("cpus", "gpus") if is_local else ("jobs",):
+        if (value := getattr(options, name)) is not None:
+            raise UserError(
+                f"--{name} {value} has no effect with --executor {options.executor}; leave it out"
+            )
+    jobs = 1 if options.jobs is None else options.jobs
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
     cores = len(studies.available_cores()) or os.cpu_count() or 1
-    if options.executor == "local" and jobs > MAX_JOBS_PER_CORE * cores:
+    if is_local and jobs > MAX_JOBS_PER_CORE * cores:
         raise UserError(
             f"--jobs {jobs}: each is a process of JAX, and this machine has {cores} core(s); "
             f"give at most {MAX_JOBS_PER_CORE * cores}"
         )
     folder = options.output or Path("runs") / "studies" / study.stem
     local = partial(studies.in_processes, jobs=jobs)
-    cluster = partial(studies.on_cluster, cpus=options.cpus, gpus=options.gpus)
-    execute = local if options.executor == "local" else cluster
+    cpus = 1 if options.cpus is None else options.cpus
+    cluster = partial(studies.on_cluster, cpus=cpus, gpus=options.gpus or 0)
+    execute = local if is_local else cluster
     try:
         with unwind_on_signals():
             studies.run_study(

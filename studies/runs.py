@@ -241,6 +241,13 @@ def in_processes(
                 with _named(waiting[done]):
                     finished = done.result()
                 yield waiting[done], finished
+        except BrokenProcessPool as error:  # of one of the first jobs that have not finished
+            unfinished = [run for x, run in waiting.items() if not x.done() or x.exception()]
+            names = "; or ".join(describe(run.labels) for run in unfinished[:jobs])
+            raise UserError(
+                f"{names}: its process was killed, perhaps out of memory; try a smaller --jobs; "
+                "the same command resumes"
+            ) from error
         except BaseException as error:
             if isinstance(error, SystemExit | GeneratorExit):  # a signal to this process alone
                 for process in multiprocessing.active_children():
@@ -284,11 +291,6 @@ def _named(run: Run) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{describe(run.labels)}: {error}") from error
-    except BrokenProcessPool as error:
-        raise UserError(
-            f"{describe(run.labels)}: its process was killed, perhaps out of memory; try a "
-            "smaller --jobs; the same command resumes"
-        ) from error
 
 
 class _Worker:

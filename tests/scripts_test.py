@@ -167,7 +167,7 @@ def test_badges_open_each_notebook_in_colab_and_are_replaced(tmp_path, monkeypat
     assert text.endswith(own)
     badge, install, title = jupytext.read(script.with_suffix(".ipynb")).cells[:3]
     assert f"github/someone/second/blob/main/notebooks/{script.stem}.ipynb" in badge.source
-    assert "git+https://github.com/someone/second" in install.source
+    assert "git clone --quiet --depth 1 https://github.com/someone/second" in install.source
     exec(install.source, {})  # does nothing here
     assert title.source.startswith("# 1. The mechanism by hand")
     with pytest.raises(ValueError, match="must be of the form OWNER/NAME"):

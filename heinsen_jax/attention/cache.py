@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
@@ -14,8 +16,8 @@ from heinsen_jax.ops.layout import is_symbolic, varying_like
 from heinsen_jax.typing import Array, Bool, DTypeLike, Float, Integer, pytree_dataclass
 
 AXIS = -3  # the axis of tokens of a window
-PIECE = 512
-"""Number of tokens that are appended to the last and first ones at once, at least."""
+CHUNK = 512
+"""Least number of tokens that are appended to the last and first ones in one call."""
 State = TypeVar("State")
 
 
@@ -239,20 +241,23 @@ class FirstAndLast:
         return arrays, jnp.concatenate([earlier, near], 1), FirstAndLast(window, first)
 
 
-def in_pieces(
-    step: Callable[[Any, State], tuple[Array, State]],
+def in_chunks(
+    step: Callable[[Any, Any, State], tuple[Array, State]],
+    layer: nnx.Module,
     arrays: Any,
     state: State,
     *,
     size: int,
     axis: int = AXIS,
 ) -> tuple[Array, State]:
-    """`step(arrays, state)`, a function of new tokens and the state before them that returns their
-    result and the state after them, for `size` tokens at a time: a step's memory may be quadratic
-    in its tokens, but then grows only in proportion to all tokens.
+    """`step(layer, arrays, state)`, a function of new tokens and the state before them that returns
+    their result and the state after them, for `size` tokens at a time: a step's memory may be
+    quadratic in its tokens, but then grows only in proportion to all tokens.
 
     Args:
-      step: the function; its result has as many axes after the tokens as the arrays.
+      step: the function, such as a method of the layer's class; its result has as many axes after
+        the tokens as the arrays.
+      layer: the layer, whose parameters the function reads.
       arrays: pytree of arrays with tokens at an axis.
       state: the state before the first token.
       size: number of tokens.
@@ -260,22 +265,36 @@ def in_pieces(
     """
     length = jax.tree.leaves(arrays)[0].shape[axis]
     if is_symbolic(length) or length < 2 * size:
-        return step(arrays, state)
-    whole = length // size * size
+        return step(layer, arrays, state)
+    return _in_chunks(step, size, axis, *nnx.split(layer), arrays, state)
 
-    def pieces(x: Array) -> Array:
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # compiled once outside another `jit`
+def _in_chunks(
+    step: Callable[[Any, Any, State], tuple[Array, State]],
+    size: int,
+    axis: int,
+    graph: nnx.GraphDef,
+    parameters: nnx.State,
+    arrays: Any,
+    state: State,
+) -> tuple[Array, State]:
+    length = jax.tree.leaves(arrays)[0].shape[axis]
+    whole, layer = length // size * size, nnx.merge(graph, parameters)
+
+    def chunks(x: Array) -> Array:
         x = lax.slice_in_dim(x, 0, whole, axis=axis)
         place = x.ndim + axis
         return jnp.moveaxis(x.reshape(*x.shape[:place], -1, size, *x.shape[place + 1 :]), place, 0)
 
-    one = jax.checkpoint(lambda state, arrays: step(arrays, state)[::-1])
-    state, y = lax.scan(one, varying_like(state, arrays), jax.tree.map(pieces, arrays))
+    one = jax.checkpoint(lambda state, arrays: step(layer, arrays, state)[::-1])
+    state, y = lax.scan(one, varying_like(state, arrays), jax.tree.map(chunks, arrays))
     y = jnp.moveaxis(y, 0, axis - 1)
     y = y.reshape(*y.shape[: axis - 1], whole, *y.shape[y.ndim + axis + 1 :])
     if whole == length:
         return y, state
     rest = jax.tree.map(lambda x: lax.slice_in_dim(x, whole, length, axis=axis), arrays)
-    last, state = step(rest, state)
+    last, state = step(layer, rest, state)
     return jnp.concatenate([y, last], axis), state
 
 

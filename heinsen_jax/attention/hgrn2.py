@@ -27,8 +27,8 @@ class HGRN2Config(MatrixStateConfig):
 
     lower_bound: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     """Initial lower bound of the forget gates, trained for each key feature; none if 0. As
-    published it increases from layer to layer, from 0 in the first one: set it by layer, as
-    `1.lower_bound`."""
+    published it increases from layer to layer, from 0 in the first one: give each layer its own
+    entry, as in `--model.attention hgrn2 hgrn2:lower_bound=0.5`."""
 
 
 class HGRN2Attention(MatrixStateAttention[HGRN2Config]):

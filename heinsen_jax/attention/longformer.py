@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.cache import PIECE, FirstAndLast, in_pieces
+from heinsen_jax.attention.cache import CHUNK, FirstAndLast, in_chunks
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.local import longformer_attention
@@ -62,8 +62,8 @@ class LongformerAttention(HeadedAttention[LongformerConfig, FirstAndLast]):
     ) -> tuple[Features, FirstAndLast | None]:
         heads, own = self.heads(x), self.heads(x, project=self.project_global)
         if call.state is not None:
-            size = max(PIECE, call.state.window.size)
-            y, state = in_pieces(self._stream, (heads, own), call.state, size=size)
+            size = max(CHUNK, call.state.window.size)
+            y, state = in_chunks(type(self)._stream, self, (heads, own), call.state, size=size)
             return self.out_proj(y), state
         positions = range(min(self.config.num_global_tokens, x.shape[-2]))
         y = longformer_attention(

@@ -55,6 +55,7 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         self.norm = nnx.LayerNorm(
             self.value_depth,
             epsilon=self.config.norm_epsilon or 1e-6,
+            use_fast_variance=False,
             use_bias=False,
             use_scale=False,
             **norm_options,

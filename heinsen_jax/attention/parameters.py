@@ -138,6 +138,7 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(
             size,
             epsilon=epsilon or EPSILONS["layer"],
+            use_fast_variance=False,  # which is wrong where the mean is large
             param_dtype=wide(options["param_dtype"]),
             scale_metadata=metadata,
             bias_metadata=metadata,

@@ -108,6 +108,7 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
         self.norm = nnx.LayerNorm(
             self.value_depth,
             epsilon=config.norm_epsilon or 1e-5 * self.value_depth,
+            use_fast_variance=False,
             use_bias=False,
             use_scale=False,
             param_dtype=jnp.dtype(options["param_dtype"]),

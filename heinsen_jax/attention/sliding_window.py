@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities, OpKeywords
-from heinsen_jax.attention.cache import PIECE, FirstAndLast, in_pieces
+from heinsen_jax.attention.cache import CHUNK, FirstAndLast, in_chunks
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Global, Mask, Window
@@ -71,17 +71,15 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
         if not isinstance(call.state, FirstAndLast):
             return super().attend(query, key, value, call)
         query, key = self.with_positions(query, key, call.state.window.num_tokens)
+        size = max(CHUNK, call.state.window.size)
+        return in_chunks(type(self)._append, self, (query, key, value), call.state, size=size)
 
-        def step(
-            heads: tuple[Query, Keys, Values], state: FirstAndLast
-        ) -> tuple[Mixed, FirstAndLast]:
-            query, key, value = heads
-            arrays, visible, after = state.append(key, value)
-            scale = self.config.scale
-            return dot_product_attention(query, *arrays, mask=visible, scale=scale), after
-
-        size = max(PIECE, call.state.window.size)
-        return in_pieces(step, (query, key, value), call.state, size=size)
+    def _append(
+        self, heads: tuple[Query, Keys, Values], state: FirstAndLast
+    ) -> tuple[Mixed, FirstAndLast]:
+        query, key, value = heads
+        arrays, visible, after = state.append(key, value)
+        return dot_product_attention(query, *arrays, mask=visible, scale=self.config.scale), after
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> Any:
         if not (count := self.config.num_sinks):

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.cache import WindowCache, check_capacity, in_pieces
+from heinsen_jax.attention.cache import WindowCache, check_capacity, in_chunks
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, parameter, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
@@ -111,7 +111,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     def _stream(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         """Attention in chunks as long as the window, with memory linear in their number."""
         size = self.config.radius + self.config.block_size
-        return in_pieces(self._chunk, x, state, size=size, axis=-2)
+        return in_chunks(type(self)._chunk, self, x, state, size=size, axis=-2)
 
     def _chunk(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         query, key, value = self.heads(x)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import sys
 import traceback
 from pathlib import Path
 from typing import TypeVar
@@ -98,10 +99,12 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     """
     if path.suffix != ".py":
         raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
-    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
+    name = f"experiment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up postponed annotations
     try:
         spec.loader.exec_module(module)
         if not hasattr(module, function):

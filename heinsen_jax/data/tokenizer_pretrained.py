@@ -170,7 +170,7 @@ def pretrained_tokenizer(
     folder: Path, name: str, vocab_size: int | None = None
 ) -> PretrainedTokenizer | None:
     """The tokenizer in the folder of a pretrained model, without the added tokens that a model of
-    `vocab_size` lacks, such as those of images; None without `tokenizer.json`.
+    `vocab_size` lacks, such as for images; None without `tokenizer.json`.
 
     Its files are merged as in transformers 5. Its end of text is their `eos_token`, or else as for
     `tokenizer_of_json`. Its other stop tokens are the `eos_token_id` in `generation_config.json`,

@@ -100,7 +100,9 @@ class Sampler:
         logits = logits[..., : self.num_tokens]
         if self.top_k == 1:
             return jnp.argmax(logits, -1)
-        logits = filter_logits(logits, self.temperature, self.top_k, self.top_p)
+        largest = jnp.max(logits, -1, keepdims=True)  # so that quotients do not overflow
+        temperature = jnp.maximum(self.temperature, jnp.finfo(logits.dtype).tiny)
+        logits = filter_logits(logits - largest, temperature, self.top_k, self.top_p)
         choose = jax.random.categorical
         for _ in keys.shape:
             choose = jax.vmap(choose)

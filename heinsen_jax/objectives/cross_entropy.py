@@ -107,7 +107,7 @@ def distilled_losses(
       Hinton, Vinyals, Dean, 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
 
-    wider = _widened(readout)
+    wider = _promoted(readout)
 
     @jax.checkpoint
     def chunk_losses(
@@ -189,11 +189,11 @@ def _forward(number, z_loss, readout, features, targets, loss_mask):
 
     def add(carry: tuple[Sums, Readout], chunk: Chunk) -> tuple[tuple[Sums, Readout], Array]:
         sums, (d_readout, d_features) = gradients(readout, *chunk)
-        return jax.tree.map(jnp.add, carry, (sums, _widened(d_readout))), d_features
+        return jax.tree.map(jnp.add, carry, (sums, _promoted(d_readout))), d_features
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
     sums = jax.eval_shape(partial(_sums, z_loss), readout, *tokens)
-    wider = jax.eval_shape(_widened, readout)
+    wider = jax.eval_shape(_promoted, readout)
     (sums, d_readout), d_features = lax.scan(add, _zeros((sums, wider)), chunks)
     return sums, (_as(readout, d_readout), _together(d_features)[:, : targets.shape[1]])
 
@@ -221,13 +221,13 @@ def _together(chunks: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _widened(readout: Tree) -> Tree:
+def _promoted(readout: Tree) -> Tree:
     """The readout in at least float32, in which its cotangents of chunks are summed."""
     return jax.tree.map(lambda x: x.astype(wide(x)), readout)
 
 
 def _as(readout: Tree, wider: Tree) -> Tree:
-    """The inverse of `_widened`."""
+    """The inverse of `_promoted`."""
     return jax.tree.map(lambda x, y: y.astype(x.dtype), readout, wider)
 
 

@@ -72,8 +72,9 @@ def find_damage(folder: AnyPath) -> str | None:
     for name in sorted(recorded.files.keys() | files):
         if name not in files:
             return f"{name} is missing"
-        if name not in recorded.files:
+        if name not in recorded.files and not _is_of_system(name):
             return f"{name} does not belong there"
+    files &= recorded.files.keys()
     return _first_changed(folder, recorded, (x for x in files if not _is_of_arrays(x)))
 
 
@@ -90,6 +91,13 @@ def find_damaged_array(folder: AnyPath, share: int = 0, shares: int = 1) -> str 
         return NO_CHECKSUMS
     arrays = sorted(filter(_is_of_arrays, recorded.files))
     return _first_changed(folder, recorded, arrays[share::shares])
+
+
+def _is_of_system(name: str) -> bool:
+    """Whether a file is one that file browsers, archives and network file systems create."""
+    *folders, last = name.split("/")
+    known = last in (".DS_Store", "Thumbs.db", "desktop.ini") or last.startswith(("._", ".nfs"))
+    return known or "@eaDir" in folders
 
 
 def _is_of_arrays(name: str) -> bool:

@@ -277,6 +277,9 @@ def read(options: Mapping[str, Option], arguments: Iterable[str]) -> Arguments:
             done.unknown.append(each)
             continue
         taken = len(each.values) if option.capacity is None else option.capacity
+        if option.capacity is None and option.name in done.words:
+            values = " ".join([*done.words[option.name], *each.values])
+            raise UserError(f"{each.flag} is given twice; give all values together: {values}")
         done.words[option.name] = words = each.values[:taken]
         done.values[option.name] = not is_negated if option.is_switch else option.read(words)
         done.extra.extend(Extra(option, each.flag, value) for value in each.values[taken:])

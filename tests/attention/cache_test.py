@@ -56,7 +56,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", ["sliding_window, sinks", "longformer"])
 def test_long_chunks_need_memory_in_proportion_to_their_tokens(name):
-    """And equal one pass, whether pieces divide them or not."""
+    """And equal one pass, whether their parts divide them or not."""
     layer = random_layer(name.partition(",")[0], **LAYERS[name])
     for length in (1024, 1030):
         x = np.random.default_rng(0).standard_normal((2, length, MODEL_DIM)).astype(np.float32)

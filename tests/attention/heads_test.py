@@ -2,7 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from heinsen_jax.attention.parameters import NORMS
 from tests.attention.small import MODEL_DIM, random_layer
 
 X, SOURCE = np.random.default_rng(0).standard_normal((2, 3, MODEL_DIM)).astype(np.float32)
@@ -28,3 +30,12 @@ def test_queries_are_those_of_the_tokens_and_keys_those_of_the_source():
     np.testing.assert_allclose(query, ours.heads(jnp.asarray(X))[0], atol=1e-5)
     for have, want in zip((key, value), ours.heads(jnp.asarray(SOURCE))[1:], strict=True):
         np.testing.assert_allclose(have, want, atol=1e-5)
+
+
+def test_layer_norms_are_exact_where_the_mean_is_large():
+    """E[x^2] - E[x]^2 would be wrong by a third for a mean of 1000."""
+    x = 1000 + np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    options = {"dtype": None, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
+    exact = np.float64(x) - np.float64(x).mean(-1, keepdims=True)
+    exact /= np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(NORMS["layer"](256, **options)(x), exact, atol=1e-3)

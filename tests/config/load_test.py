@@ -123,6 +123,17 @@ def test_a_misspelled_field_in_a_file_is_named(tmp_path):
         load_config(path)
 
 
+def test_a_file_may_postpone_the_evaluation_of_annotations(tmp_path):
+    (tmp_path / "sizes.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from heinsen_jax.config import ExperimentConfig\n"
+        "@dataclass\nclass Sizes:\n    seed: int = 3\n"
+        "def get_config() -> ExperimentConfig:\n    return ExperimentConfig(seed=Sizes().seed)\n"
+    )
+    assert load_config(tmp_path / "sizes.py").seed == 3
+
+
 def test_a_file_without_get_config_is_named(tmp_path):
     path = tmp_path / "empty.py"
     path.write_text("")

@@ -193,6 +193,7 @@ def test_lines_of_a_run_are_printed_without_control_characters(capsys, tmp_path)
         ),
         (MemoryError("Unable to allocate 9 TiB"), "out of memory (Unable to allocate 9 TiB)"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"), "out of memory (RESOURCE"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm"), "out of memory (RESOURCE"),
         (RecursionError("maximum recursion depth"), "nested too deeply"),
         (OverflowError("Python int too large to convert to C long"), "out of range"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "give UTF-8"),

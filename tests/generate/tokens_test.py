@@ -64,6 +64,14 @@ def test_candidates_of_top_p_are_the_fewest_that_reach_it(top_k):
             np.testing.assert_array_equal(have, row >= max(least, floor))
 
 
+@pytest.mark.parametrize("top_p", [None, 0.9])
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
+def test_the_lowest_temperatures_are_greedy(temperature, top_p):
+    """Where quotients overflow, or float32 has no such number."""
+    sampler = Sampler(jax.random.key(0), temperature, None, 4, top_p)
+    assert sampler.draw(jnp.array([1.0, 7.0, 9.0, 3.0]), jax.random.key(1)) == 2
+
+
 def test_prompts_and_numbers_of_new_tokens_share_compiled_functions():
     """Ten sizes of chunks serve prompts of all lengths."""
     model = build("softmax", num_layers=2, model_dim=20)  # a shape that no other test compiles

@@ -1,9 +1,12 @@
 """Running studies: resumption, and reports."""
 
+import contextlib
 import json
 import math
+import re
 import shutil
 import sys
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,7 @@ from heinsen_jax.training.config import DistillationConfig
 from heinsen_jax.training.loop import Diverged
 from studies import Study, runs
 from studies.__main__ import main
+from studies.grid import describe
 from studies.results import RESULTS_FILE, results_of
 from studies.runner import REPORT_FILE, run_study
 from studies.runs import RECORD_FILE, content_of, in_processes, run_one
@@ -441,6 +445,18 @@ def get_study():
         (("study.json",), "study.json must be a Python file, .py, that defines get_study()"),
         (("none.py",), "none.py: get_study() must return Study, not NoneType"),
         (("study.py", "--jobs", "0"), "--jobs 0 must be at least 1"),
+        (
+            ("study.py", "--gpus", "1"),
+            "--gpus 1.0 has no effect with --executor local; leave it out",
+        ),
+        (
+            ("study.py", "--executor", "ray", "--jobs", "2"),
+            "--jobs 2 has no effect with --executor ray; leave it out",
+        ),
+        (
+            ("study.py", "--reuse", "a", "--reuse", "b"),
+            "--reuse is given twice; give all values together: a b",
+        ),
         (("empty.py",), "empty.py defines no get_study()"),
     ],
 )
@@ -459,5 +475,33 @@ def test_errors_name_their_run():
     run = replace(STUDY, axes=SMALLER.axes).first_seed_runs()[0]
     with pytest.raises(UserError, match="mechanism linear, seed 0: no space"), runs._named(run):
         raise UserError("no space")
-    with pytest.raises(UserError, match="seed 0: its process was killed"), runs._named(run):
-        raise BrokenProcessPool
+
+
+def test_an_error_of_a_killed_process_names_the_runs_that_it_may_have_had(monkeypatch):
+    """All unfinished runs fail then, in any order."""
+
+    class Pool(contextlib.AbstractContextManager):
+        def __init__(self, *_: object):
+            self.count = 0
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def submit(self, *_: object) -> Future:
+            future = Future()
+            self.count += 1
+            if self.count == 1:
+                future.set_result({"metrics": {}})
+            else:
+                future.set_exception(BrokenProcessPool())
+            return future
+
+        def shutdown(self, **_: object) -> None:
+            pass
+
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", Pool)
+    several = STUDY.first_seed_runs()[:5]
+    second, third = (describe(run.labels) for run in several[1:3])
+    message = f"{second}; or {third}: its process was killed, perhaps out of memory"
+    with pytest.raises(UserError, match=re.escape(message)):
+        list(runs.in_processes(several, lambda run: Path("x"), jobs=2))

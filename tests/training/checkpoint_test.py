@@ -204,6 +204,14 @@ def test_errors_are_named(tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "default/._manifest.ocdbt", "@eaDir/more"])
+def test_files_that_systems_create_are_no_damage(name, tmp_path):
+    folder = saved(tmp_path, (1, None))
+    (folder / "1" / name).parent.mkdir(exist_ok=True)
+    (folder / "1" / name).touch()
+    assert not CheckpointReader(tmp_path).damaged
+
+
 def arrays(folder, step):
     """Return the files with the content of a step's arrays."""
     return [path for path in files(folder / str(step)) if path.parent.name == "d"]

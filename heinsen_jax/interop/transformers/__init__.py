@@ -1,5 +1,5 @@
-"""Pretrained models of the library transformers: Llama, Qwen, Mistral, SmolLM3, Granite, Phi,
-OLMo, Olmo Hybrid, GPT-2 and GPT-NeoX.
+"""Pretrained models of the library transformers: Llama, Qwen, Mistral, Gemma 3, SmolLM3, Granite,
+Phi, OLMo, Olmo Hybrid, Falcon-H1, LFM2, Nemotron-H, GPT-2 and GPT-NeoX.
 
     python -m heinsen_jax.interop.transformers import Qwen/Qwen3-0.6B --workdir runs/qwen3
     python -m heinsen_jax.interop.transformers export --workdir runs/qwen3 --output models/qwen3

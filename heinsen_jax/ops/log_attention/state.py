@@ -106,7 +106,7 @@ class LogAttentionState:
           ValueError: shapes do not fit the state.
         """
         check_state(self, key=key, log_value=log_value)
-        before, key, log_value, log_decay = _widened(self, key, log_value, log_decay)
+        before, key, log_value, log_decay = _promoted(self, key, log_value, log_decay)
         key, total = _decayed_keys(key, log_decay)
         earlier = _decayed(before, total)
         tokens = (jnp.moveaxis(x, -3, -2) for x in (key, log_value))
@@ -219,7 +219,7 @@ class HeinsenAttentionState:
           ValueError: shapes do not fit the state.
         """
         check_state(self, key=key, value=value)
-        before, key, value, log_decay = _widened(self, key, value, log_decay)
+        before, key, value, log_decay = _promoted(self, key, value, log_decay)
         key, total = _decayed_keys(key, log_decay)
         added = averages_of(*(jnp.moveaxis(x, -3, -2) for x in (key, value)))
         earlier = _decayed(before, total)
@@ -373,7 +373,7 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
             )
 
 
-def _widened(
+def _promoted(
     state: State, key: Array, value: Array, log_decay: Array | None
 ) -> tuple[State, Array, Array, Array | None]:
     """The state and its next tokens in one dtype, at least float32, or its complex dtype."""

@@ -36,6 +36,7 @@ RULES: Rules = {
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "rank": ("fsdp",),  # of products of low rank; not split if devices do not divide it
     # axes of activations; their features are split only along "heads", "mlp" and "vocab"
     "batch": ("data", "fsdp"),
     "tokens": ("context",),
@@ -177,16 +178,19 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:
         axes = node.get_metadata().get("logical_axes", ()) if isinstance(node, nnx.Variable) else ()
 
         def one(leaf: Array | jax.ShapeDtypeStruct) -> NamedSharding:
-            names = [RULES[axis] for axis in axes]
-            names = [()] * (leaf.ndim - len(names)) + names
-            for size, mesh_axes in zip(leaf.shape, names, strict=True):
-                for name in mesh_axes:
-                    if size % mesh.shape[name]:
+            named = [None] * (leaf.ndim - len(axes)) + [*axes]
+            split = [RULES[axis] if axis else () for axis in named]
+            for place, (size, axis) in enumerate(zip(leaf.shape, named, strict=True)):
+                for name in split[place]:
+                    if not size % mesh.shape[name]:
+                        continue
+                    if axis != "rank":
                         raise UserError(
                             f"mesh.{name}={mesh.shape[name]} does not divide a parameter axis of "
                             f"{size}; choose another mesh, or other sizes of the model"
                         )
-            return NamedSharding(mesh, PartitionSpec(*(x or None for x in names)))
+                    split[place] = ()
+            return NamedSharding(mesh, PartitionSpec(*(x or None for x in split)))
 
         return jax.tree.map(one, node)
 

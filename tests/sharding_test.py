@@ -1,10 +1,14 @@
 """Sizes of meshes; tests/multi_device covers sharding."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from heinsen_jax.attention import build
 from heinsen_jax.errors import UserError
-from heinsen_jax.sharding import MeshConfig, make_mesh, spec
+from heinsen_jax.sharding import MeshConfig, make_mesh, shardings, spec
 
 MESH = AbstractMesh((2, 4, 2, 1), ("data", "fsdp", "tensor", "context"))
 
@@ -33,3 +37,25 @@ def test_sizes_that_do_not_match_the_devices_are_refused(sizes):
 )
 def test_axes_are_split_if_devices_divide_them(shape, axes, expected):
     assert spec(MESH, shape, axes) == PartitionSpec(*expected)
+
+
+@pytest.mark.parametrize("name", ["mla", "rwkv7", "kda", "mamba2"])
+def test_hardly_any_parameters_are_replicated(name):
+    """Products of low rank, keys of one group and matrices of heads are split, too."""
+    mesh = AbstractMesh((1, 2, 1, 1), ("data", "fsdp", "tensor", "context"))
+    layer = nnx.eval_shape(lambda: build(name, model_dim=256, num_heads=4, rngs=nnx.Rngs(0)))
+    state = nnx.state(layer, nnx.Param)
+    split = jax.tree.leaves(shardings(state, mesh))
+    sizes = [x.size for x in jax.tree.leaves(state)]
+    replicated = [size for size, x in zip(sizes, split, strict=True) if x.is_fully_replicated]
+    assert sum(replicated) < 0.02 * sum(sizes)
+
+
+def test_a_rank_that_devices_do_not_divide_is_replicated():
+    mesh = AbstractMesh((1, 3, 1, 1), ("data", "fsdp", "tensor", "context"))
+    variable = nnx.Param(jnp.zeros((4, 6)), logical_axes=("rank", None))
+    (split,) = jax.tree.leaves(shardings(variable, mesh))
+    assert split.is_fully_replicated
+    variable = nnx.Param(jnp.zeros((4, 6)), logical_axes=("embed", None))
+    with pytest.raises(UserError, match=r"mesh\.fsdp=3 does not divide a parameter axis of 4"):
+        shardings(variable, mesh)

@@ -183,7 +183,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         self.num_steps = steps = getattr(config, "num_steps", 1)
         keys, values = self.num_key_heads * self.key_depth, num_heads * self.value_depth
         axes = "embed", "heads"
-        key_axes = axes if self.num_key_heads > 1 else ()
+        key_axes = axes if self.num_key_heads > 1 else ("embed", None)
         dense = partial(linear, use_bias=False, lora_rank=config.lora_rank, **options)
         self.query, self.key = (dense(model_dim, n * keys, key_axes) for n in (1, steps))
         self.value = dense(model_dim, steps * values, axes)

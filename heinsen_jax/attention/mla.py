@@ -10,7 +10,14 @@ import pydantic
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.parameters import LayerOptions, RMSNorm, linear, parameter, uniform
+from heinsen_jax.attention.parameters import (
+    LayerOptions,
+    LogicalAxes,
+    RMSNorm,
+    linear,
+    parameter,
+    uniform,
+)
 from heinsen_jax.ops.mla import mla_attention
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Features, config_dataclass
@@ -74,9 +81,10 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         self.query = dense(chosen.query_rank or model_dim, inner, ("embed", "heads"))
         self.down = dense(model_dim, self.rank + self.rotary_depth, ("embed", "mlp"))
         self.norm = RMSNorm(self.rank, **options)
-        init = uniform(self.rank**-0.5)
+        axes: LogicalAxes = "heads", "rank", None
+        create = partial(parameter, uniform(self.rank**-0.5), kind="matrix", logical_axes=axes)
         self.key_up, self.value_up = (
-            parameter(init, num_heads, self.rank, depth, kind="matrix", **options)
+            create(num_heads, self.rank, depth, **options)
             for depth in (self.key_depth, self.value_depth)
         )
         self.output = dense(num_heads * self.value_depth, model_dim, ("heads", "embed"))

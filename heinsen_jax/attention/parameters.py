@@ -27,6 +27,10 @@ EPSILONS = {"layer": 1e-5, "rms": 1e-6, "zero_centered_rms": 1e-6}
 """Default epsilons of norms."""
 
 
+LogicalAxes: TypeAlias = tuple[str | None, ...]
+"""Names of axes in the rules of `sharding`; None for one that is not split."""
+
+
 class LayerOptions(TypedDict):
     """Options of a layer besides its sizes.
 
@@ -53,7 +57,7 @@ class DenseOptions(TypedDict):
 def linear(
     inputs: int,
     outputs: int,
-    logical_axes: tuple[str, ...],
+    logical_axes: LogicalAxes,
     *,
     use_bias: bool = True,
     kind: ParameterKind = "matrix",
@@ -82,7 +86,7 @@ def linear(
 
 
 def dense_options(
-    inputs: int, logical_axes: tuple[str, ...], kind: ParameterKind = "matrix"
+    inputs: int, logical_axes: LogicalAxes, kind: ParameterKind = "matrix"
 ) -> DenseOptions:
     """Initializers and metadata of a dense layer with this number of inputs. Its bias, a vector, is
     at least float32."""
@@ -112,7 +116,7 @@ def decay_projection(
 
 
 class LowRank(nnx.Module):
-    """x W W' + b, for W of few columns; replicated over devices."""
+    """x W W' + b, for W of few columns; split by `fsdp` alone."""
 
     def __init__(
         self,
@@ -123,8 +127,8 @@ class LowRank(nnx.Module):
         use_bias: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
-        self.down = linear(inputs, rank, (), use_bias=False, **options)
-        self.up = linear(rank, outputs, (), use_bias=use_bias, **options)
+        self.down = linear(inputs, rank, ("embed", None), use_bias=False, **options)
+        self.up = linear(rank, outputs, ("rank", None), use_bias=use_bias, **options)
 
     def __call__(self, x: Array) -> Array:
         return self.up(self.down(x))
@@ -198,13 +202,19 @@ def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) 
 
 
 def parameter(
-    init: nnx.Initializer, *shape: int, kind: ParameterKind, **options: Unpack[LayerOptions]
+    init: nnx.Initializer,
+    *shape: int,
+    kind: ParameterKind,
+    logical_axes: LogicalAxes = (),
+    **options: Unpack[LayerOptions],
 ) -> nnx.Param[Array]:
-    """A single parameter; a vector is at least float32."""
+    """A single parameter with logical axes (`sharding`); with none it is replicated. A vector is at
+    least float32."""
     param_dtype = jnp.dtype(options["param_dtype"])
     if kind == "vector":
         param_dtype = wide(param_dtype)
-    return nnx.Param(init(options["rngs"].params(), shape, param_dtype), kind=kind)
+    value = init(options["rngs"].params(), shape, param_dtype)
+    return nnx.Param(value, kind=kind, logical_axes=logical_axes)
 
 
 def scaled(factor: float, x: Array) -> Array:

@@ -112,8 +112,13 @@ class LearnedPositions(nnx.Module):
     def __init__(
         self, max_length: int, model_dim: int, *, has_norm: bool, **options: Unpack[LayerOptions]
     ):
+        sizes = max_length, model_dim
         self.embedding = parameter(
-            uniform(model_dim**-0.5), max_length, model_dim, kind="embedding", **options
+            uniform(model_dim**-0.5),
+            *sizes,
+            logical_axes=(None, "embed"),
+            kind="embedding",
+            **options,
         )
         self.norm = LayerNorm(model_dim, **options) if has_norm else None
 

@@ -67,7 +67,7 @@ def test_candidates_of_top_p_are_the_fewest_that_reach_it(top_k):
 @pytest.mark.parametrize("top_p", [None, 0.9])
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
 def test_the_lowest_temperatures_are_greedy(temperature, top_p):
-    """Where quotients overflow, or float32 has no such number."""
+    """Quotients would overflow, or float32 has no such number."""
     sampler = Sampler(jax.random.key(0), temperature, None, 4, top_p)
     assert sampler.draw(jnp.array([1.0, 7.0, 9.0, 3.0]), jax.random.key(1)) == 2
 

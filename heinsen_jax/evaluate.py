@@ -55,7 +55,7 @@ class Options(InferenceOptions):
     sequence_length: int | None = None
     """Sequence length, in tokens; the run's when None."""
     max_batches: int | None = None
-    """Maximum number of batches; all when None."""
+    """Maximum number of batches, of --batch-size or else of an update; all when None."""
     text_column: str | None = None
     """Column of the texts of --data; `text` when None."""
     tasks: tuple[str, ...] = ()
@@ -123,8 +123,12 @@ def _run_text(options: Options) -> None:
             settings, is_other = _of_data(settings, data, text_column or DEFAULT_COLUMN)
         if sequence_length is not None:
             settings = replace(settings, sequence_length=sequence_length)
-        rows = settings.batch_size // experiment.training.accumulation_steps
-        settings = replace(settings, batch_size=options.batch_size or rows)
+        parts = experiment.training.accumulation_steps if model.config.is_causal else 1
+        if options.batch_size is not None:
+            settings = replace(settings, batch_size=options.batch_size)
+        elif parts > 1:  # as in training
+            settings = replace(settings, batch_size=settings.batch_size // parts)
+            max_batches = None if max_batches is None else max_batches * parts
         dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
         if not is_other and has_changed(run.files / DATA_FILE, dataset):
             raise UserError(
@@ -151,8 +155,8 @@ def _run_text(options: Options) -> None:
         what = f"{settings.corpus}, {split.tokens:,} tokens"
         if dataset.manifest.split != "validation":
             what = f"the {name} text of {what}"
-    if max_batches is not None:
-        what += f", of which the first {max_batches} batches"
+    if options.max_batches is not None:
+        what += f", of which the first {options.max_batches} batches"
     lines = [f"{workdir}, step {step}, on {what}:", *(f"  {line}" for line in documents)]
     lines += [f"  {name.replace('_', ' ')}: {value:.4f}" for name, value in metrics.items()]
     print("\n".join(map(printable, lines)))

@@ -36,12 +36,15 @@ RULES: Rules = {
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "rank": ("fsdp",),  # of products of low rank; not split if devices do not divide it
+    "rank": ("fsdp",),  # of products of low rank
     # axes of activations; their features are split only along "heads", "mlp" and "vocab"
     "batch": ("data", "fsdp"),
     "tokens": ("context",),
 }
 """The rules of `make_mesh`'s meshes."""
+OPTIONAL = {"rank"}
+"""Logical axes of parameters that are not split where devices do not divide them; others are
+refused."""
 
 _rules: ContextVar[Rules | None] = ContextVar("rules", default=None)
 
@@ -184,7 +187,7 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:
                 for name in split[place]:
                     if not size % mesh.shape[name]:
                         continue
-                    if axis != "rank":
+                    if axis not in OPTIONAL:
                         raise UserError(
                             f"mesh.{name}={mesh.shape[name]} does not divide a parameter axis of "
                             f"{size}; choose another mesh, or other sizes of the model"

@@ -65,7 +65,8 @@ def main() -> int:
     folder = options.output or Path("runs") / "studies" / study.stem
     local = partial(studies.in_processes, jobs=jobs)
     cpus = 1 if options.cpus is None else options.cpus
-    cluster = partial(studies.on_cluster, cpus=cpus, gpus=options.gpus or 0)
+    gpus = 0 if options.gpus is None else options.gpus
+    cluster = partial(studies.on_cluster, cpus=cpus, gpus=gpus)
     execute = local if is_local else cluster
     try:
         with unwind_on_signals():

@@ -99,7 +99,7 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     """
     if path.suffix != ".py":
         raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
-    name = f"experiment_{path.stem}"
+    name = f"experiment_{path.stem}_{hash(path.resolve()) & 0xFFFFFFFF:x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -115,6 +115,7 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
     except Exception as error:
+        sys.modules.pop(name, None)
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):

@@ -69,7 +69,7 @@ def merged_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return document, config | {"chat_template": pairs or None}
 
 
-def without_lacking(
+def without_tokens_beyond(
     document: dict[str, Any],
     config: Mapping[str, Any],
     vocab_size: int,

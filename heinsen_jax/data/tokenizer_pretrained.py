@@ -12,7 +12,7 @@ from heinsen_jax.data.tokenizer_files import (
     merged_files,
     stop_ids_of,
     templates_of,
-    without_lacking,
+    without_tokens_beyond,
 )
 from heinsen_jax.data.tokenizer_json import (
     SETTINGS_FILE,
@@ -184,6 +184,6 @@ def pretrained_tokenizer(
         config = config | {"eos_token": tokenizer_of_json(path, name).end_of_text}
     stops = stop_ids_of(folder)
     if vocab_size is not None:
-        document, config = without_lacking(document, config, vocab_size, stops, path)
+        document, config = without_tokens_beyond(document, config, vocab_size, stops, path)
     config = config | {"heinsen_jax": {"stop_ids": stops}}
     return PretrainedTokenizer(name, path, document, config)

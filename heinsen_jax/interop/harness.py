@@ -313,7 +313,9 @@ class HarnessModel(HarnessTexts):
                 texts = complete(*given, begins_text=True, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     if isinstance(self.encoding, PretrainedTokenizer):
-                        text = self.encoding.without_special_tokens(text)
+                        kept = self.encoding.without_special_tokens(text)
+                        is_first = kept != text and not text.startswith(" ")
+                        text = self.encoding.without_first_space(kept) if is_first else kept
                     answers[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return answers

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.sharding import current_mesh
 from heinsen_jax.typing import Array, Bool, Float, Integer, wide
 
@@ -107,14 +108,14 @@ def distilled_losses(
       Hinton, Vinyals, Dean, 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
 
-    wider = _promoted(readout)
+    promoted = _promoted(readout)
 
     @jax.checkpoint
     def chunk_losses(
         chunk: tuple[Float[Array, "B T D"], Float[Array, "B T D"], Integer[Array, "B T"]],
     ) -> Float[Array, "B T"]:
         ours, theirs, chosen = chunk
-        log_p = jax.nn.log_softmax(_as(readout, wider)(ours))
+        log_p = jax.nn.log_softmax(astype_like(promoted, readout)(ours))
         log_q = jax.nn.log_softmax(lax.stop_gradient(teacher_readout(theirs)))
         divergence = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
         log_chosen = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
@@ -193,9 +194,9 @@ def _forward(number, z_loss, readout, features, targets, loss_mask):
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
     sums = jax.eval_shape(partial(_sums, z_loss), readout, *tokens)
-    wider = jax.eval_shape(_promoted, readout)
-    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, wider)), chunks)
-    return sums, (_as(readout, d_readout), _together(d_features)[:, : targets.shape[1]])
+    total = jax.eval_shape(_promoted, readout)
+    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, total)), chunks)
+    return sums, (astype_like(d_readout, readout), _together(d_features)[:, : targets.shape[1]])
 
 
 def _backward(number, z_loss, saved, cotangents):
@@ -224,11 +225,6 @@ def _together(chunks: Array) -> Array:
 def _promoted(readout: Tree) -> Tree:
     """The readout in at least float32, in which its cotangents of chunks are summed."""
     return jax.tree.map(lambda x: x.astype(wide(x)), readout)
-
-
-def _as(readout: Tree, wider: Tree) -> Tree:
-    """The inverse of `_promoted`."""
-    return jax.tree.map(lambda x, y: y.astype(x.dtype), readout, wider)
 
 
 def _zeros(shapes: Tree) -> Tree:

@@ -342,7 +342,7 @@ def _in_steps(
       ValueError: the number of steps does not fit the tokens.
     """
     *batch, length, _, _ = query.shape
-    if lengths is not None:
+    if lengths is not None and jnp.issubdtype(lengths.dtype, jnp.integer):  # others are refused
         lengths = steps * jnp.clip(int32_lengths(lengths), 0, length)
     if steps < 1 or key.shape[:-2] != (*batch, steps * length):
         raise ValueError(

@@ -227,8 +227,10 @@ class Program:
     def evaluate(
         self, state: TrainState, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Metrics of a state on the validation split, in batches as large as a microbatch."""
-        parts, limit = self.training.accumulation_steps, self.training.evaluation_batches
+        """Metrics of a state on the validation split, in batches as large as a microbatch; as a
+        whole for masked models, whose masks depend on the batch."""
+        parts = self.training.accumulation_steps if self.model.is_causal else 1
+        limit = self.training.evaluation_batches
         return evaluate(
             self.evaluation_step,
             state.weights,

@@ -378,5 +378,7 @@ def test_lengths_in_steps_do_not_overflow(dtype):
     given, wanted = (call(key_value_seq_lengths=jnp.array([n])) for n in (dtype(90), 90))
     np.testing.assert_array_equal(given, wanted)
     assert np.abs(wanted).max() > 0
+    with pytest.raises(ValueError, match="key_value_seq_lengths"):
+        call(key_value_seq_lengths=jnp.array([90.0]))
     most = jnp.array([np.iinfo(dtype).max])
     np.testing.assert_allclose(call(key_value_seq_lengths=most), call(), rtol=1e-6)

@@ -90,8 +90,9 @@ def sharded_log_attention(
     *batch, _, groups, key_depth = key.shape
     sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
     empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
-    lacks_decay = initial_state is not None and initial_state.log_decay is None
-    if has_decay and initial_state is not None and lacks_decay:
+    lacks_decay = False
+    if has_decay and initial_state is not None and initial_state.log_decay is None:
+        lacks_decay = True
         initial_state = replace(initial_state, log_decay=jnp.zeros_like(initial_state.log_z))
 
     def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:

@@ -357,9 +357,10 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
     """Raise ValueError if `query`, `key`, `value` or `log_value` do not fit the state."""
     groups, key_depth = state.log_z.shape[-2:]
     values = state.log_s if isinstance(state, LogAttentionState) else state.mean
-    lengths = {name: x.shape[-3] for name, x in arrays.items() if x.ndim >= 3}
+    sources = {name: x for name, x in arrays.items() if name != "query" and x.ndim >= 3}
+    lengths = {name: x.shape[-3] for name, x in sources.items()}
     if len({*lengths.values()}) > 1:
-        raise ValueError(f"{' and '.join(arrays)} must have the same number of tokens: {lengths}")
+        raise ValueError(f"{' and '.join(lengths)} must have the same number of tokens: {lengths}")
     for name, array in arrays.items():
         depth = values.shape[-1] if name.endswith("value") else key_depth
         heads_fit = array.ndim >= 3 and (
@@ -383,7 +384,7 @@ def _promoted(
 
 
 def _narrowed(state: State, before: State) -> State:
-    """The inverse for the state."""
+    """A state in the dtype of the one before."""
     dtype = before.log_z.dtype
     return jax.tree.map(lambda x: x.astype(dtype if jnp.isrealobj(x) else x.dtype), state)
 

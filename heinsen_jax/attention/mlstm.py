@@ -12,7 +12,7 @@ from heinsen_jax.attention.matrix_state import (
     MatrixStateConfig,
     OfHeads,
 )
-from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter
+from heinsen_jax.attention.parameters import LayerNorm, LayerOptions, in_float32, linear, parameter
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
 from heinsen_jax.typing import Features, config_dataclass, wide
 
@@ -51,15 +51,8 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        norm_options = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
-        self.norm = nnx.LayerNorm(
-            self.value_depth,
-            epsilon=self.config.norm_epsilon or 1e-6,
-            use_fast_variance=False,
-            use_bias=False,
-            use_scale=False,
-            **norm_options,
-        )
+        epsilon = self.config.norm_epsilon or 1e-6
+        self.norm = LayerNorm(self.value_depth, epsilon=epsilon, has_parameters=False, **options)
         values = self.num_heads * self.value_depth
         self.norm_scale = parameter(nnx.initializers.ones, values, kind="vector", **options)
         axes = "embed", "heads"
@@ -78,7 +71,7 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         return {"log_input_gate": log_input, "log_forget_gate": jax.nn.log_sigmoid(forget)}
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        y = self.norm(in_float32(y)).astype(y.dtype)
+        y = self.norm(y).astype(y.dtype)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         scale = jnp.broadcast_to(self.norm_scale[...].astype(y.dtype), y.shape)
         return self.output(y * scale * self.activated_gate(x))

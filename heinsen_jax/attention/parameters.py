@@ -135,13 +135,23 @@ class LowRank(nnx.Module):
 
 
 class LayerNorm(nnx.LayerNorm):
-    """Layer normalization, in at least the dtype of its parameters."""
+    """(x - mean) / sqrt(var + epsilon) * w + b over the last axis, in at least the dtype of w and
+    b; without w and b, in at least float32, if not `has_parameters`."""
 
-    def __init__(self, size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]):
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float | None = None,
+        has_parameters: bool = True,
+        **options: Unpack[LayerOptions],
+    ):
         metadata = {"logical_axes": ("embed",), "kind": "vector"}
         super().__init__(
             size,
             epsilon=epsilon or EPSILONS["layer"],
+            use_bias=has_parameters,
+            use_scale=has_parameters,
             use_fast_variance=False,  # which is wrong where the mean is large
             param_dtype=wide(options["param_dtype"]),
             scale_metadata=metadata,

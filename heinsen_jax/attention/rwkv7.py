@@ -21,7 +21,14 @@ from heinsen_jax.attention.matrix_state import (
     delta_rule,
     l2_normalized,
 )
-from heinsen_jax.attention.parameters import LayerOptions, LowRank, in_float32, linear, parameter
+from heinsen_jax.attention.parameters import (
+    LayerNorm,
+    LayerOptions,
+    LowRank,
+    in_float32,
+    linear,
+    parameter,
+)
 from heinsen_jax.typing import Array, Features, config_dataclass
 
 LARGEST_DECAY = math.exp(-0.5)
@@ -105,15 +112,8 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
         self.gate = LowRank(model_dim, gate, values, use_bias=False, **options)
         self.key_scale, self.key_rate = vector(0.71, keys), vector(1.02, keys)
         self.bonus = vector(-0.04, keys)
-        self.norm = nnx.LayerNorm(
-            self.value_depth,
-            epsilon=config.norm_epsilon or 1e-5 * self.value_depth,
-            use_fast_variance=False,
-            use_bias=False,
-            use_scale=False,
-            param_dtype=jnp.dtype(options["param_dtype"]),
-            rngs=options["rngs"],
-        )
+        epsilon = config.norm_epsilon or 1e-5 * self.value_depth
+        self.norm = LayerNorm(self.value_depth, epsilon=epsilon, has_parameters=False, **options)
         self.norm_scale, self.norm_bias = vector(1.0, values), vector(0.0, values)
         output = values, model_dim, ("heads", "embed")
         self.output = linear(*output, use_bias=False, lora_rank=rank, **options)
@@ -151,7 +151,7 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
         query = heads(self.query(mixed("query")))
         value = heads(self.value(mixed("value")), self.value_depth)
         y, matrix = self.recur(query, key.astype(x.dtype), value, gates, call)
-        y = self.norm(in_float32(y.astype(x.dtype))).astype(x.dtype)
+        y = self.norm(y.astype(x.dtype)).astype(x.dtype)
         y = y * vector(self.norm_scale, y) + vector(self.norm_bias, y)
         itself = jnp.sum(in_float32(query) * key * vector(self.bonus, key), -1, keepdims=True)
         y = y + itself.astype(x.dtype) * value

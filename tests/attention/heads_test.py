@@ -38,4 +38,4 @@ def test_layer_norms_are_exact_where_the_mean_is_large():
     options = {"dtype": None, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
     exact = np.float64(x) - np.float64(x).mean(-1, keepdims=True)
     exact /= np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(NORMS["layer"](256, **options)(x), exact, atol=1e-3)
+    np.testing.assert_allclose(NORMS["layer"](256, **options)(x), exact, atol=3e-4)

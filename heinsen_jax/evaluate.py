@@ -34,7 +34,7 @@ from heinsen_jax.typing import config_dataclass
 try:
     from heinsen_jax.data.text import TokenDataset, load_text
     from heinsen_jax.objectives.documents import resolve_documents
-    from heinsen_jax.objectives.evaluation import evaluate_model
+    from heinsen_jax.objectives.evaluation import evaluate_model, in_microbatches
     from heinsen_jax.training.recorded import has_changed
 except ImportError as missing:
     raise without_extra(missing, __name__) from missing
@@ -123,12 +123,11 @@ def _run_text(options: Options) -> None:
             settings, is_other = _of_data(settings, data, text_column or DEFAULT_COLUMN)
         if sequence_length is not None:
             settings = replace(settings, sequence_length=sequence_length)
-        parts = experiment.training.accumulation_steps if model.config.is_causal else 1
-        if options.batch_size is not None:
-            settings = replace(settings, batch_size=options.batch_size)
-        elif parts > 1:  # as in training
-            settings = replace(settings, batch_size=settings.batch_size // parts)
-            max_batches = None if max_batches is None else max_batches * parts
+        if (rows := options.batch_size) is None:
+            steps, is_causal = experiment.training.accumulation_steps, model.config.is_causal
+            given = settings.batch_size, max_batches, steps
+            rows, max_batches = in_microbatches(*given, is_causal=is_causal)
+        settings = replace(settings, batch_size=rows)
         dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
         if not is_other and has_changed(run.files / DATA_FILE, dataset):
             raise UserError(

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from heinsen_jax.attention.parameters import in_float32
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.sharding import current_mesh
-from heinsen_jax.typing import Array, Bool, Float, Integer, wide
+from heinsen_jax.typing import Array, Bool, Float, Integer
 
 Tree = TypeVar("Tree")
 
@@ -108,7 +109,7 @@ def distilled_losses(
       Hinton, Vinyals, Dean, 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
 
-    promoted = _promoted(readout)
+    promoted = jax.tree.map(in_float32, readout)  # for the sum of the cotangents of chunks
 
     @jax.checkpoint
     def chunk_losses(
@@ -190,12 +191,13 @@ def _forward(number, z_loss, readout, features, targets, loss_mask):
 
     def add(carry: tuple[Sums, Readout], chunk: Chunk) -> tuple[tuple[Sums, Readout], Array]:
         sums, (d_readout, d_features) = gradients(readout, *chunk)
-        return jax.tree.map(jnp.add, carry, (sums, _promoted(d_readout))), d_features
+        d_readout = jax.tree.map(in_float32, d_readout)
+        return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
     sums = jax.eval_shape(partial(_sums, z_loss), readout, *tokens)
-    total = jax.eval_shape(_promoted, readout)
-    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, total)), chunks)
+    zeros = _zeros(sums), jax.tree.map(in_float32, _zeros(readout))
+    (sums, d_readout), d_features = lax.scan(add, zeros, chunks)
     return sums, (astype_like(d_readout, readout), _together(d_features)[:, : targets.shape[1]])
 
 
@@ -220,11 +222,6 @@ def _together(chunks: Array) -> Array:
     """The inverse, padding included."""
     x = jnp.moveaxis(chunks, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _promoted(readout: Tree) -> Tree:
-    """The readout in at least float32, in which its cotangents of chunks are summed."""
-    return jax.tree.map(lambda x: x.astype(wide(x)), readout)
 
 
 def _zeros(shapes: Tree) -> Tree:

@@ -94,6 +94,16 @@ def evaluate(
     return metrics | by_position
 
 
+def in_microbatches(
+    rows: int, max_batches: int | None, accumulation_steps: int, *, is_causal: bool
+) -> tuple[int, int | None]:
+    """Rows of a batch, and number of batches, with which an evaluation has the same text in batches
+    as large as a microbatch of training, and fits into its memory. Batches of masked models stay
+    whole, since their masks depend on the batch."""
+    parts = accumulation_steps if is_causal else 1
+    return rows // parts, None if max_batches is None else max_batches * parts
+
+
 def evaluate_model(
     model: LanguageModel,
     dataset: Dataset[Settings],

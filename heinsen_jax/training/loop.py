@@ -369,7 +369,11 @@ class _Run:
 
     def _completed(self, step: int, measured: Metrics) -> None:
         """Report a complete update, if it is one of `log_every`, with the mean loss of the updates
-        since the last report that were not skipped."""
+        since the last report that were not skipped.
+
+        Raises:
+          Diverged: too many consecutive updates were skipped.
+        """
         values = {name: float(x) for name, x in measured.items()}
         skips = int(values.pop("consecutive_skips"))
         if not skips:

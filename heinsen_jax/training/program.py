@@ -12,7 +12,7 @@ from flax import nnx
 
 from heinsen_jax.data import Batch, DataConfig, train_batches
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
-from heinsen_jax.objectives.evaluation import evaluate, make_evaluation_step
+from heinsen_jax.objectives.evaluation import evaluate, in_microbatches, make_evaluation_step
 from heinsen_jax.objectives.objective import objective_of
 from heinsen_jax.runtime.distributed import together
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
@@ -227,18 +227,18 @@ class Program:
     def evaluate(
         self, state: TrainState, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Metrics of a state on the validation split, in batches as large as a microbatch; as a
-        whole for masked models, whose masks depend on the batch."""
-        parts = self.training.accumulation_steps if self.model.is_causal else 1
-        limit = self.training.evaluation_batches
+        """Metrics of a state on the validation split."""
+        is_causal, limit = self.model.is_causal, self.training.evaluation_batches
+        steps = self.training.accumulation_steps
+        rows, limit = in_microbatches(self.data.batch_size, limit, steps, is_causal=is_causal)
         return evaluate(
             self.evaluation_step,
             state.weights,
             self.dataset,
-            dataclasses.replace(self.data, batch_size=self.data.batch_size // parts),
+            dataclasses.replace(self.data, batch_size=rows),
             self.mesh,
-            max_batches=None if limit is None else limit * parts,
-            is_causal=self.model.is_causal,
+            max_batches=limit,
+            is_causal=is_causal,
             step_by_position=self.step_by_position,
             before_batch=before_batch,
         )

@@ -28,6 +28,9 @@ def test_the_named_split_is_evaluated(split, small, tmp_path, monkeypatch, capsy
     measured = evaluate_model(model, dataset, config.data, masked_fraction=0.15, split=split)
     assert f"loss: {measured['loss']:.4f}" in said
     assert f"bits per byte: {measured['bits_per_byte']:.4f}" in said
+    monkeypatch.setattr(sys, "argv", ["heinsen_jax.evaluate", *arguments, "--batch-size", "3"])
+    assert main() == 0
+    assert f"loss: {measured['loss']:.4f}" in capsys.readouterr().out
 
 
 def test_data_that_changed_after_training_is_refused(small, tmp_path, monkeypatch, capsys):

@@ -45,8 +45,8 @@ class PerformerAttention(FeaturesAttention[PerformerConfig]):
 
 @cache
 def _features(seed: int, num_features: int, key_depth: int) -> Any:
-    """The random features, constants in compiled functions and, up to rounding, the same on all
-    platforms, whatever `jax_default_prng_impl` is."""
+    """The random features `[num_features, key_depth]`: constants in compiled functions and, up to
+    rounding, the same on all platforms, whatever `jax_default_prng_impl` is."""
     with jax.ensure_compile_time_eval():
         key = jax.random.key(seed, impl="threefry2x32")
         return np.asarray(orthogonal_features(key, num_features, key_depth))

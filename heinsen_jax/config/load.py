@@ -110,12 +110,12 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
         if not hasattr(module, function):
             raise UserError(f"{path} defines no {function}()")
         returned = getattr(module, function)()
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{path}: {explain(error)}") from error
     except Exception as error:
-        sys.modules.pop(name, None)
+        del sys.modules[name]
+        if isinstance(error, UserError):
+            raise
+        if isinstance(error, ValueError):
+            raise UserError(f"{path}: {explain(error)}") from error
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):

@@ -125,7 +125,7 @@ def _until_stop(
     row = row[: ends[0]] if len(ends) else row
     text = b"".join(tokenizer.token_bytes(int(token)) for token in row)
     text = text.decode("utf-8", "replace")
-    if begins_text:
+    if begins_text:  # other tokenizers have no such space
         text = getattr(tokenizer, "without_first_space", str)(text)
     starts = [start for start in (text.find(each) for each in stop) if start >= 0]
     return text[: min(starts, default=len(text))], bool(starts or len(ends))

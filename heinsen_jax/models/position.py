@@ -112,10 +112,10 @@ class LearnedPositions(nnx.Module):
     def __init__(
         self, max_length: int, model_dim: int, *, has_norm: bool, **options: Unpack[LayerOptions]
     ):
-        sizes = max_length, model_dim
         self.embedding = parameter(
             uniform(model_dim**-0.5),
-            *sizes,
+            max_length,
+            model_dim,
             logical_axes=(None, "embed"),
             kind="embedding",
             **options,

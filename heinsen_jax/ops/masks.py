@@ -181,7 +181,7 @@ def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[in
         return size
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
         raise ValueError(f"local_window_size must be an integer >= 1 or a pair, got {size!r}")
-    return size - 1, 0 if is_causal else size - 1
+    return int(size) - 1, 0 if is_causal else int(size) - 1
 
 
 def last_tokens(local_window_size: int | tuple[int, int] | None, is_causal: bool) -> int | None:

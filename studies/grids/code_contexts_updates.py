@@ -16,13 +16,14 @@ ABOUT = """
 Models of the study code_contexts with 300, 600 and 2400 updates, each with its own decay of the
 learning rate, and its own best peak, of two peaks only for 2400 updates. These models are also
 tested on sequences of 8192 tokens. A twentieth of the files chooses the learning rates; losses are
-of another twentieth. `benchmarks/equal_budgets.py` compares them at equal FLOPs and at equal time.
+of another twentieth.
 """
 UPDATES = 300, 600, 2400
 LONGEST = 8192
 
 
 def length_of_training(updates: int) -> dict[str, FieldValue]:
+    """Fields of a number of updates, where 600 are as in the study code_contexts."""
     fields: dict[str, FieldValue] = {
         "training.steps": updates,
         "training.evaluate_every": updates,
@@ -32,6 +33,7 @@ def length_of_training(updates: int) -> dict[str, FieldValue]:
 
 
 def is_run(labels: Mapping[str, str]) -> bool:
+    """Whether a learning rate is tried with a number of updates."""
     return labels["updates"] != str(UPDATES[-1]) or labels["learning_rate"] in ("0.008", "0.016")
 
 

@@ -151,7 +151,7 @@ def test_end_of_input_ends_it(run, monkeypatch):
 
 @pytest.fixture
 def sentencepiece(tmp_path) -> PretrainedTokenizer:
-    """A tokenizer like that of Mistral, with its template."""
+    """A tokenizer like Mistral's, with its template."""
     byte_fallback().save(str(tmp_path / "tokenizer.json"))
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'the ' + m.content }}"

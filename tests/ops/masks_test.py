@@ -49,3 +49,7 @@ def test_windows_are_not_compared_key_by_key(monkeypatch):
     monkeypatch.setattr(masks.Window, "__call__", None)
     tiles = tiled._visible_to(2**20, 2**20 + 127, problem_of(masks.Window(63), 128, 2**21))
     np.testing.assert_array_equal(tiles, [8191, 8192])
+
+
+def test_a_window_may_be_an_integer_of_numpy():
+    assert masks.reach(np.int64(3), is_causal=True) == masks.reach(3, is_causal=True) == (2, 0)

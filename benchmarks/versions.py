@@ -164,7 +164,9 @@ def quickstart(folders: dict[str, Path]) -> dict[str, Any]:
     """Return seconds from the start of a process. A first process prepares the data."""
     results: dict[str, Any] = {"first_update": {}, "seconds": {}, "validation_loss": {}}
     for version, folder in folders.items():
-        one_update = ("--training.steps", "1", "--training.report-every", "1")
+        settings = (folder / "heinsen_jax/training/config.py").read_text()
+        reported = "log" if "log_every" in settings else "report"
+        one_update = ("--training.steps", "1", f"--training.{reported}-every", "1")
         one_update += ("--optimizer.warmup-steps", "0", "--training.evaluate-every", "1")
         _train(folder, *one_update)
         _, results["first_update"][version], _ = _train(folder, *one_update)
@@ -223,7 +225,7 @@ def main(options: Options) -> int:
         for part in options.parts:
             record[part] = measures[part]()
             print(part, json.dumps(record[part], indent=2), flush=True)
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
+            options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {options.output}")
     return 0
 

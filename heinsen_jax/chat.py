@@ -160,13 +160,18 @@ class Chat:
         key = jax.random.fold_in(self.sampler.key, self.turns)
         self.turns += 1
         state = self.engine.init_state() if self.state is None else self.state
-        if self.engine.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
-            raise UserError("the conversation has reached model.max_length: /reset starts over")
+        left = self.engine.remaining(state)
+        if left < len(tokens):
+            raise UserError(
+                f"the message has {len(tokens)} tokens, and the model {left} positions left "
+                f"(model.max_length={self.engine.config.max_length}): /reset starts over"
+            )
+        needed = int(min(len(tokens) + self.max_new_tokens, left))
         self.engine.config.warn_beyond_trained_length(len(self.position.read) + needed)
         written, sampler = b"", replace(self.sampler, key=key)
         state = self.engine.reserve(state, needed)  # in one call, not per token
         new = continued(self.engine, np.asarray(tokens, np.int32), sampler, state, needed)
-        for token, after in itertools.islice(new, self.max_new_tokens):
+        for token, after in itertools.islice(new, needed - len(tokens) or 1):
             self.position = Position(after, (*self.position.read, *tokens), (token,))
             tokens = [token]
             yield token

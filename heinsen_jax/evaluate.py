@@ -138,6 +138,12 @@ def _run_text(options: Options) -> None:
     settings, documents = resolve_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
+    limit = model.config.max_length
+    if limit is not None and settings.longest > limit:
+        raise UserError(
+            f"sequences of {settings.longest} tokens exceed model.max_length={limit}; give a "
+            "smaller --sequence-length"
+        )
     model.config.warn_beyond_trained_length(settings.longest)
     metrics = evaluate_model(
         model,

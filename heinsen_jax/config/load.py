@@ -136,7 +136,7 @@ def check_range(config: ExperimentConfig) -> ExperimentConfig:
       UserError: an integer is out of range.
     """
     for name, value in flat(as_json(config)).items():
-        limit = 2**63 if name == "seed" else 2**31
+        limit = 2**32 if name == "seed" else 2**31
         if isinstance(value, int) and abs(value) >= limit:
             raise UserError(f"{name}={value} is out of range; give an integer below {limit:,}")
     return config

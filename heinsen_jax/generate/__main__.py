@@ -54,6 +54,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
             [tokens],
             number,
             num_samples=options.num_samples,
+            decoding_errors=options.decoding_errors,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,

@@ -136,7 +136,7 @@ class Engine:
           tokens: ids `[*B, T]`.
           state: the state before them; None at the start of a sequence.
           lengths: number of tokens of each row of `[B, T]`, in 0 .. T, if some have fewer than T;
-            padding on the right may be any ids.
+            padding on the right may be any ids of the vocabulary.
 
         Returns:
           logits: of the next token, `[*B, V]`; arbitrary for rows without tokens.

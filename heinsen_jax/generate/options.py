@@ -42,8 +42,8 @@ class TextOptions(InferenceOptions):
           UserError: an option is out of its range, or the folder has no model of text.
         """
         check_count("--max-new-tokens", self.max_new_tokens)
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"--seed {self.seed} is out of range; give one below {2**63:,}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed {self.seed} is out of range; give one in 0 .. {2**32 - 1:,}")
         keep_freed_memory()
         cache_compilations()
         chosen = {"best": not self.latest, "precision": self.model}

@@ -4,6 +4,7 @@ from dataclasses import field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from heinsen_jax.errors import UserError
@@ -32,7 +33,8 @@ def filter_logits(
     if top_p is not None:
         largest_first = jnp.sort(logits, -1, descending=True)
         p = jax.nn.softmax(largest_first, -1)
-        is_candidate = jnp.cumsum(p, -1) - p < top_p  # the largest always is
+        # The largest always is one; with top_p=1 all are, although sums are rounded.
+        is_candidate = (jnp.cumsum(p, -1) - p < top_p) | (jnp.asarray(top_p) >= 1)
         last = jnp.min(largest_first, -1, keepdims=True, where=is_candidate, initial=jnp.inf)
         logits = jnp.where(logits < last, -jnp.inf, logits)
     return logits
@@ -84,6 +86,8 @@ class Sampler:
         if key is None and top_k != 1:
             raise UserError("sampling needs key=jax.random.key(seed); only top_k=1 does without")
         drawn = jax.random.key(0) if key is None else key
+        if not isinstance(drawn, jax.Array | np.ndarray):
+            raise UserError(f"key={key!r} must be a jax.random.key, such as jax.random.key(0)")
         if not jnp.issubdtype(drawn.dtype, jax.dtypes.prng_key):
             drawn = jax.random.wrap_key_data(drawn)  # a key of jax.random.PRNGKey
         return cls(drawn, temperature, top_k, num_tokens, top_p)

@@ -31,6 +31,7 @@ def complete(
     stop: Sequence[str] = (),
     num_samples: int = 1,
     begins_text: bool = False,
+    decoding_errors: str = "replace",
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -53,6 +54,7 @@ def complete(
       num_samples: samples per prompt.
       begins_text: whether continuations are texts of their own, which do not begin with the space
         that a tokenizer of SentencePiece has before each word.
+      decoding_errors: how invalid UTF-8 is decoded, as in `bytes.decode`.
       temperature, top_k, top_p, key: as for `generate`.
       state: state of one sequence that precedes every prompt; None at the start.
 
@@ -79,6 +81,8 @@ def complete(
         raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
         raise UserError("prompts and stop must be lists of strings: wrap a single string in a list")
+    if any(isinstance(x, int | np.integer) for x in prompts):
+        raise UserError("prompts must be texts or lists of ids: wrap the ids of one in a list")
     if "" in stop:
         raise UserError("stop contains an empty string, which would stop every sample immediately")
     if num_samples < 1 or max_new_tokens < 0:
@@ -105,7 +109,7 @@ def complete(
     sampler = replace(sampler, key=jnp.tile(keys, len(texts)))
     carry: Carry = draw(sampler, logits, 0), after
     rows = np.asarray(carry[0])[:, None]
-    until_stop = partial(_until_stop, tokenizer, stop, begins_text)
+    until_stop = partial(_until_stop, tokenizer, stop, begins_text, decoding_errors)
     for position in range(1, max_new_tokens, CHECK_EVERY):
         if all(until_stop(row)[1] for row in rows):
             break
@@ -118,13 +122,13 @@ def complete(
 
 
 def _until_stop(
-    tokenizer: Tokenizer, stop: Sequence[str], begins_text: bool, row: np.ndarray
+    tokenizer: Tokenizer, stop: Sequence[str], begins_text: bool, errors: str, row: np.ndarray
 ) -> tuple[str, bool]:
     """The text of new tokens, and whether it has ended."""
     ends = np.flatnonzero(np.isin(row, stop_ids(tokenizer)))
     row = row[: ends[0]] if len(ends) else row
     text = b"".join(tokenizer.token_bytes(int(token)) for token in row)
-    text = text.decode("utf-8", "replace")
+    text = text.decode("utf-8", errors)
     if begins_text:  # other tokenizers have no such space
         text = getattr(tokenizer, "without_first_space", str)(text)
     starts = [start for start in (text.find(each) for each in stop) if start >= 0]

@@ -96,7 +96,7 @@ def generate(
       return_state: whether to return the state, too. It is the state before the last new token:
         to continue, pass it with that token.
       lengths: lengths `[B]` of the prompts `[B, T]`, if some are shorter than T: they are continued
-        as they would be alone. Padding may be any tokens.
+        as they would be alone. Padding may be any ids of the vocabulary.
       padding: side of the padding.
 
     Returns:

@@ -45,9 +45,10 @@ def evaluate(
       for causal models of text `bits_per_byte`; `loss_<length>` and `accuracy_<length>` for each
       of the data's `test_lengths`, or `accuracy_<name>` for other tests of a task; with
       `step_by_position`, which measures the longest rows, `loss_<length>_at_<end>` for each of
-      their `bucket_ends` with a prediction. For a mixture, all are means of the sources' metrics by
-      the mixture's weights, whatever the sizes of their validation splits, and each source has
-      `loss_<source>` and `accuracy_<source>`.
+      their `bucket_ends` with a prediction. For a mixture, losses and accuracies are means of the
+      sources' by the mixture's weights, whatever the sizes of their validation splits, `perplexity`
+      and `bits_per_byte` follow from the mean loss, and each source has `loss_<source>` and
+      `accuracy_<source>`.
     """
     metrics: dict[str, float] = {}
     by_position: dict[str, float] = {}
@@ -75,7 +76,8 @@ def evaluate(
             for index, batch in enumerate(batches):
                 before_batch()
                 added = measure(parameters, shard_batch(batch, mesh), index)
-                sums = [np.asarray(old + new) for old, new in zip(sums, added, strict=True)]
+                added = [np.asarray(new, np.float64) for new in added]
+                sums = [old + new for old, new in zip(sums, added, strict=True)]
             measured[id(rows)] = _means(sums, lengths[name])
         return measured[id(rows)]
 

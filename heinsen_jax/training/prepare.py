@@ -27,6 +27,7 @@ from heinsen_jax.runtime.distributed import (
     together,
 )
 from heinsen_jax.sharding import MeshConfig, training_mesh
+from heinsen_jax.storage.buckets import absolute_path
 from heinsen_jax.storage.files import joint_hash, sha256_of
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 from heinsen_jax.training.recorded import (
@@ -179,6 +180,9 @@ def prepare_in(
         check_alike(alike)
     with together():
         settings = resolve_settings(config, dataset, mesh)
+    if modes.restart:
+        with together():
+            _check_kept(folder, config)
     begins = modes.restart or not folder.checkpoints.is_dir()
     if begins and (start := config.training.start) is not None:
         with together():
@@ -191,6 +195,20 @@ def prepare_in(
                 line = f"changed since the last start: {printable('; '.join(changed))}"
                 print(line, flush=True)
     return Prepared(settings, folder, modes)
+
+
+def _check_kept(folder: RunFolder, config: ExperimentConfig) -> None:
+    """Check that no model to start from is in the run that a restart moves aside."""
+    folders = {
+        "training.start": config.training.start,
+        "distillation.start": config.distillation.start,
+        "distillation.teacher": config.distillation.teacher,
+    }
+    for name, path in folders.items():
+        if path is not None and absolute_path(path) == absolute_path(str(folder.shared)):
+            raise UserError(
+                f"{name}={path} is the run that --restart moves aside; choose another --workdir"
+            )
 
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:

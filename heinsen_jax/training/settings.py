@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
 from heinsen_jax.attention.registry import parts_of
-from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset
+from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset, Tokenizer, start_ids
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
@@ -68,6 +68,7 @@ def resolve_settings(
             raise UserError(
                 "training.sample_prompt is empty; give a character, or set sample_tokens=0"
             )
+        _check_sample(model, training, dataset.tokenizer)
     if training.loss_by_position and not (model.is_causal and isinstance(data, DataConfig)):
         raise UserError("training.loss_by_position is for causal models of text; set it to False")
     check_teacher(config.distillation, model)
@@ -100,6 +101,21 @@ def resolve_settings(
     if (teacher := config.distillation.teacher) is not None:
         _check_mergeable(load_architecture(teacher), mesh, " of distillation.teacher")
     return Settings(config, dataset, data, mesh, tuple(lines))
+
+
+def _check_sample(
+    model: LanguageModelConfig, training: TrainingConfig, tokenizer: Tokenizer
+) -> None:
+    """Check that the model has positions for samples."""
+    if model.max_length is None:
+        return
+    prompt = len([*start_ids(tokenizer), *tokenizer.encode(training.sample_prompt)])
+    if prompt + training.sample_tokens - 1 > model.max_length:
+        raise UserError(
+            f"training.sample_tokens={training.sample_tokens} after {prompt} tokens of "
+            f"training.sample_prompt exceed model.max_length={model.max_length}; set it to at most "
+            f"{max(model.max_length - prompt + 1, 0)}"
+        )
 
 
 def _check_start(config: ExperimentConfig) -> None:

@@ -40,14 +40,15 @@ def make_train_step(
     """Return the jitted update, (state, batch, learning rate, key data) -> (state, metrics),
     which donates its input state. Further arguments are passed on to the objective.
 
-    Random numbers of the objective depend only on the key and the step. An update that `Guard`
-    rejects changes neither the parameters nor the optimizer state nor the average of the weights,
-    which is average + (1 - d) (parameters - average), with d = min(ema_decay, (1 + n) / (10 + n))
-    at step n, so that the initial weights lose their influence. `z_loss` is defined in
+    Random numbers of the objective depend on the key, the step and the microbatch. An update that
+    `Guard` rejects changes neither the parameters nor the optimizer state nor the average of the
+    weights, which is average + (1 - d) (parameters - average), with d = min(ema_decay, (1 + n) /
+    (10 + n)) at step n, so that the initial weights lose their influence. `z_loss` is defined in
     `cross_entropy`.
 
     With accumulation, the gradients of `accumulation_steps` microbatches are summed in a loop: the
-    update is the same as for the full batch, with the memory of one microbatch.
+    update is the same as for the full batch, with the memory of one microbatch, but for random
+    numbers such as the masks of masked models.
     """
 
     gradient = _make_gradient(graph, accumulation_steps, objective, trained, z_loss)

@@ -77,6 +77,18 @@ def test_a_surrogate_is_refused(new, text):
     assert one.state is None
 
 
+def test_an_answer_ends_with_the_positions_of_the_model():
+    fields = {"positions": "learned", "max_length": 10}
+    small = build("softmax", vocab_size=264, num_layers=1, **fields)
+    one = Chat(Engine(small, get_tokenizer("bytes")), 256, temperature=0.7, top_k=1, seed=0)
+    "".join(one.answer("abc"))
+    assert one.read, "no answer"
+    assert len(one.read) <= 10
+    one.reset()
+    with pytest.raises(UserError, match=r"13 tokens, and the model 10 positions .*/reset"):
+        "".join(one.answer("a" * 12))
+
+
 FAILURES = [
     PanicException("index out of bounds"),
     RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"),

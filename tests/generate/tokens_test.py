@@ -64,6 +64,12 @@ def test_candidates_of_top_p_are_the_fewest_that_reach_it(top_k):
             np.testing.assert_array_equal(have, row >= max(least, floor))
 
 
+def test_a_probability_of_1_keeps_all_tokens():
+    """Sums over a large vocabulary are rounded to 1 before the last token."""
+    logits = jax.random.normal(jax.random.key(1), (20, 50304)) * 3
+    assert bool(jnp.isfinite(filter_logits(logits, 1.0, None, 1.0)).all())
+
+
 @pytest.mark.parametrize("top_p", [None, 0.9])
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
 def test_the_lowest_temperatures_are_greedy(temperature, top_p):

@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -56,3 +57,18 @@ def test_metrics_are_means_over_predictions(max_batches):
             "accuracy_9": np.mean(others % 2 == 0),
         }
     )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_sums_over_many_batches_are_exact():
+    """float32 has no 2^24 + 1."""
+    large = 2.0**24
+
+    def step(parameters, batch: Batch, index: int):
+        added = large if index == 0 else 1.0
+        return jnp.float32(3 * added), jnp.float32(added), jnp.float32(added)
+
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+    found = evaluate(step, None, DATASET, CONFIG, mesh)
+    assert found["accuracy"] == 1.0
+    assert found["loss"] == (3 * large + 6) / (large + 2) == 3.0

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from heinsen_jax import data
+from heinsen_jax.errors import UserError
 from heinsen_jax.evaluate import main
 from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.runs.load import load_model
@@ -45,6 +46,24 @@ def test_data_that_changed_after_training_is_refused(small, tmp_path, monkeypatc
         monkeypatch.setattr(sys, "argv", ["heinsen_jax.evaluate", "--workdir", folder, *more])
         assert main() == 2
         assert "the content of its data has changed since training" in capsys.readouterr().err
+
+
+def test_lengths_and_starts_that_cannot_be_are_refused(small, tmp_path, monkeypatch, capsys):
+    """Sequences longer than the model's positions; a start that `--restart` would move aside."""
+    length = small.data.sequence_length
+    model = replace(small.model, max_length=length, positions="learned")
+    training = replace(small.training, steps=1, sample_tokens=0)
+    config = replace(small, model=model, training=training)
+    train(prepare_run(config, tmp_path))
+    arguments = "--workdir", str(tmp_path), "--sequence-length", str(length + 1)
+    monkeypatch.setattr(sys, "argv", ["heinsen_jax.evaluate", *arguments])
+    assert main() == 2
+    message = f"sequences of {length + 1} tokens exceed model.max_length={length}"
+    assert message in capsys.readouterr().err
+    again = replace(config, training=replace(training, start=str(tmp_path / ".")))
+    with pytest.raises(UserError, match=r"training\.start=.* --restart moves aside"):
+        prepare_run(again, tmp_path, restart=True)
+    load_model(tmp_path)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -1,6 +1,6 @@
 """The report of a study, in paragraphs of Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from studies.differences import (
     METHOD,
@@ -88,22 +88,39 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
             )
         parts.append(f"{chosen}; {how}.")
     measured = [result for result in results if result.values(study.metric)]
-    for axis, labels in tuned.items():
-        at_ends = {
-            label: [
-                f"`{' '.join(x.compared.values())}`" for x in measured if x.tuned[axis] == label
-            ]
-            for label in (labels[0], labels[-1])
-        }
+    for axis in tuned:
+        allowed = _allowed(study, axis)
+        at_ends, alone = ({label: [] for label in study.axes[axis]} for _ in range(2))
+        for x in measured:
+            row = " ".join(x.compared.values())
+            labels, best = allowed.get(row, [*study.axes[axis]]), x.tuned[axis]
+            if len(labels) == 1:
+                alone[best].append(f"`{row}`")
+            elif best in (labels[0], labels[-1]):
+                at_ends[best].append(f"`{row}`")
+        if any(alone.values()):
+            parts.append(f"Rows with one {_words(axis)} only, without a search: {_by(alone)}.")
         if any(at_ends.values()):
-            which = "; ".join(f"{x}: {', '.join(rows)}" for x, rows in at_ends.items() if rows)
-            if sum(map(len, at_ends.values())) == len(measured):
-                which = "all rows"
+            is_all = sum(map(len, at_ends.values())) == len(measured)
             parts.append(
                 f"The best {_words(axis)} is the first or the last that was tried, so a better one "
-                f"may exist, for {which}."
+                f"may exist, for {'all rows' if is_all else _by(at_ends)}."
             )
     return parts
+
+
+def _allowed(study: Study, axis: str) -> dict[str, list[str]]:
+    """The labels of a tuned axis that a study has for each row, in order."""
+    groups = ([run.labels for run in runs] for runs in study.groups())
+    return {
+        " ".join(study.compared(labels[0]).values()): [*dict.fromkeys(x[axis] for x in labels)]
+        for labels in groups
+    }
+
+
+def _by(rows: Mapping[str, Sequence[str]]) -> str:
+    """Rows by the label of a tuned axis."""
+    return "; ".join(f"{label}: {', '.join(names)}" for label, names in rows.items() if names)
 
 
 def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:

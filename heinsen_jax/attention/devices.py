@@ -61,7 +61,9 @@ def recur(
             _check_heads(heads, number)
         return spec(mesh, x.shape, (*axes, *[None] * (x.ndim - len(axes))))
 
-    array_specs = tuple(place(("tokens", "heads"), x) for x in arrays)
+    # Some mechanisms have several keys and values per token.
+    tokens = None if place(("tokens", "heads"), arrays[0])[batch] is None else "tokens"
+    array_specs = tuple(place((tokens, "heads"), x) for x in arrays)
     state_specs = jax.tree.map(partial(place, state_axes), empty)
     token_spec = PartitionSpec(*array_specs[0][: batch + 1])
     wants_state = call.state is not None
@@ -89,7 +91,7 @@ def recur(
     return jax.shard_map(
         on_device,
         in_specs=(array_specs, token_spec, state_specs, state_specs if wants_state else None),
-        out_specs=(place(("tokens", "heads"), largest), state_specs if wants_state else None),
+        out_specs=(place((tokens, "heads"), largest), state_specs if wants_state else None),
         axis_names=frozenset(mesh.auto_axes),
     )(arrays, call.segment_ids, empty, call.state)
 

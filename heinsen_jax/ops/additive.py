@@ -61,7 +61,13 @@ class AdditiveState:
         return cls(jnp.zeros((*shape, depth), dtype), jnp.full(shape, -jnp.inf, dtype))
 
     def merge(self, other: AdditiveState) -> AdditiveState:
-        """Merge two states without a window; `empty` is the neutral element."""
+        """Merge two states without a window; `empty` is the neutral element.
+
+        Raises:
+          ValueError: a state has a window.
+        """
+        if self.logits.shape[-2:-1] != (1,) or other.logits.shape[-2:-1] != (1,):
+            raise ValueError("states with a window cannot be merged; give states of all tokens")
         return AdditiveState(
             *merged(WeightedTokens(self.x, self.logits), WeightedTokens(other.x, other.logits))
         )

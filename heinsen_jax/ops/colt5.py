@@ -108,14 +108,15 @@ def _soft_top_k(
         return multiplier(jnp.where(s + a > 0, -a, s), epsilon), None  # s + b
 
     a = varying_like(multiplier(jnp.zeros_like(s), epsilons[0]), s)
-    a, _ = lax.scan(iteration, a, epsilons[1:-1])
+    if len(epsilons) > 2:  # `jax.disable_jit` refuses scans of no steps
+        a, _ = lax.scan(iteration, a, epsilons[1:-1])
     weights = jnp.exp(jnp.where(s + a > 0, 0.0, s + a) / epsilons[-1])
     return jnp.where(valid, weights, 0).astype(scores.dtype)
 
 
 def _epsilons(count: int, least: float, first: float | None, decay: float) -> list[float]:
     """Return epsilon for each iteration, and for the final weights."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ValueError(f"num_iterations must be an integer >= 1, got {count!r}")
     if not least > 0:
         raise ValueError(f"epsilon must be positive, got {least}")
@@ -167,7 +168,8 @@ def route(
             f"weights must be [..., tokens] and floating point, got {weights.shape} {weights.dtype}"
         )
     check_array("mask", mask, (weights.shape,), jnp.bool_)
-    if isinstance(num_routed, bool) or not isinstance(num_routed, int) or num_routed < 1:
+    is_integer = isinstance(num_routed, int | np.integer) and not isinstance(num_routed, bool)
+    if not is_integer or num_routed < 1:
         raise ValueError(f"num_routed must be an integer >= 1, got {num_routed!r}")
     valid = jnp.ones(weights.shape, bool) if mask is None else mask
     order = lax.stop_gradient(jnp.where(valid, weights, -jnp.inf))

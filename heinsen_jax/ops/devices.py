@@ -235,7 +235,10 @@ def _equal_on_devices(mesh_axes: frozenset[str], x: Array, spec: PartitionSpec) 
     shared = jax.typeof(x).manual_axis_type.varying & mesh_axes - split
     if not shared or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return lax.pmean(x, tuple(sorted(shared)))
+    mean = partial(lax.pmean, axis_name=tuple(sorted(shared)))
+    if jnp.isrealobj(x):
+        return mean(x)
+    return lax.complex(mean(x.real), mean(x.imag))  # a sum of log 0 + 0j would have NaN
 
 
 def _sizes(arrays: Mapping[str, PyTree], axes: Mapping[str, list[Axes]]) -> dict[Axis, int]:

@@ -349,6 +349,9 @@ def _in_steps(
             f"key {key.shape} must have num_steps={steps} steps for each token of query "
             f"{query.shape}"
         )
+    by_head = *batch, length, value.shape[-2]
+    check_array("log_decay", log_decay, (by_head, (*by_head, key.shape[-1])), jnp.floating)
+    check_tokens((*batch, length), segment_ids=segment_ids, key_value_seq_lengths=None)
 
     def alone(x: Array | None, place: int) -> Array | None:
         """x at one of the steps of its token, and 0 at the others."""

@@ -277,10 +277,12 @@ def _softmax(length: int, scale: float, bias: float, distances: Array, destinati
 def _softmax_forward(length, scale, bias, distances, destination):
     phantom = -math.log(bias) / scale if bias else math.inf
     nearest = jnp.full((length, distances.shape[-1]), phantom, distances.dtype)
-    nearest = nearest.at[destination].min(distances, mode="drop")
-    # Scaled after the difference, so that rounding of large scores does not enter.
+    nearest = nearest.at[destination].min(lax.stop_gradient(distances), mode="drop")
+    # Scaled after the difference, so that rounding of large scores does not enter. Weights do not
+    # depend on the bound, which therefore needs no derivative.
     bound = _take(nearest, destination)
-    weights = jnp.exp(-scale * jnp.where(distances <= bound, 0.0, distances - bound))
+    is_far = bound == math.inf
+    weights = jnp.exp(-scale * jnp.where(is_far, 0.0, distances - jnp.where(is_far, 0.0, bound)))
     total = jnp.exp(-scale * (phantom - jnp.where(nearest == math.inf, 0.0, nearest)))
     weights = weights / _take(_put(total, destination, weights), destination, 1.0)
     return weights, (weights, destination)

@@ -22,7 +22,7 @@ from heinsen_jax.ops.arguments import (
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
-from heinsen_jax.ops.numerics import divide_or_zero
+from heinsen_jax.ops.numerics import divide_or_zero, einsum
 from heinsen_jax.typing import (
     Array,
     Float,
@@ -265,10 +265,10 @@ def _bidirectional(
     """As `_causal`, but every query attends to all tokens; a single segment."""
     query, key, value = tokens.query, tokens.key, tokens.value
     batch, _, groups, _ = key.shape
-    s = jnp.einsum("bsgf,bsgv->bgfv", key, value).reshape(state.s.shape) + state.s
+    s = einsum("bsgf,bsgv->bgfv", key, value).reshape(state.s.shape) + state.s
     z = jnp.sum(key, 1).reshape(state.z.shape) + state.z
-    numerator = jnp.einsum("btgrf,bgfv->btgrv", query, s.reshape(batch, groups, *s.shape[1:]))
-    total = jnp.einsum("btgrf,bgf->btgr", query, z.reshape(batch, groups, *z.shape[1:]))
+    numerator = einsum("btgrf,bgfv->btgrv", query, s.reshape(batch, groups, *s.shape[1:]))
+    total = einsum("btgrf,bgf->btgr", query, z.reshape(batch, groups, *z.shape[1:]))
     return (numerator, total[..., None]), LinearAttentionState(s, z)
 
 

@@ -28,7 +28,7 @@ from heinsen_jax.ops.numerics import (
     softmax_pair,
     where_empty,
 )
-from heinsen_jax.typing import Array, Float, pytree_dataclass
+from heinsen_jax.typing import Array, Float, common_dtype, pytree_dataclass
 
 
 @partial(jax.jit, static_argnames="axis")  # compiled once outside another `jit`
@@ -49,8 +49,11 @@ def linear_recurrence(
 
     Returns:
       x `[..., T, D]`.
-    """
 
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    coefficients, inputs = _aligned(axis, coefficients=coefficients, inputs=inputs)
     length = inputs.shape[axis]
     if length == 0:
         return inputs
@@ -66,12 +69,12 @@ def linear_recurrence(
         return a * product, a * product
 
     # Products need a separate scan: a scan can be transposed only if its whole carry is linear.
-    product = _join(a[0], lax.scan(multiply, a[0], a[1:])[1])
-    x = _join(b[0], lax.scan(step, b[0], (a[1:], b[1:]))[1])
+    product = _join(a[0], _later(multiply, a[0], a[1:]))
+    x = _join(b[0], _later(step, b[0], (a[1:], b[1:])))
     initial = jnp.broadcast_to(initial, b.shape[2:])
     ends = product[-1], x[-1]
     first = ends[0][0] * initial + ends[1][0]
-    _, after = lax.scan(step, first, (ends[0][1:-1], ends[1][1:-1]))
+    after = _later(step, first, (ends[0][1:-1], ends[1][1:-1]))
     before = _join(initial, _join(first, after)[: x.shape[1] - 1])
     return _join_chunks(x + product * before[None], length, axis)
 
@@ -98,11 +101,17 @@ def log_linear_recurrence(
     Returns:
       h `[..., T, D]`.
 
+    Raises:
+      ValueError: the shapes do not fit.
+
     Examples:
       >>> log_two, log_one = jnp.full((3, 1), jnp.log(2)), jnp.zeros((3, 1))
       >>> jnp.exp(log_linear_recurrence(log_two, log_one)).ravel().round().tolist()
       [1.0, 3.0, 7.0]
     """
+    log_coefficients, log_inputs = _aligned(
+        axis, log_coefficients=log_coefficients, log_inputs=log_inputs
+    )
     shape = list(log_inputs.shape)
     del shape[axis]
     initial = jnp.full(shape, -jnp.inf, log_inputs.dtype) if initial is None else initial
@@ -202,9 +211,9 @@ def _log_linear_recurrence(axis, log_a, log_b, initial):
     return _join_chunks(largest, length, axis), _join_chunks(jnp.log(total), length, axis)
 
 
-def _later(step: Callable[..., Any], first: Any, rest: tuple[Array, ...]) -> Any:
+def _later(step: Callable[..., Any], first: Any, rest: Array | tuple[Array, ...]) -> Any:
     """The results of the steps after the first."""
-    if rest[0].shape[0] == 0:  # `jax.disable_jit` refuses scans of no steps
+    if jax.tree.leaves(rest)[0].shape[0] == 0:  # `jax.disable_jit` refuses scans of no steps
         return jax.tree.map(lambda x: x[None][:0], first)
     return lax.scan(step, first, rest)[1]
 
@@ -232,6 +241,24 @@ def _shares(
     kept = log_a + previous(initial, largest)
     scale = finite(lax.stop_gradient(jnp.maximum(kept, log_b)))
     return softmax_pair((kept - scale) + previous(jnp.zeros_like(initial), log_rest), log_b - scale)
+
+
+def _aligned(axis: int, **arrays: Array) -> tuple[Array, Array]:
+    """Coefficients with as many axes as the inputs, and both in one dtype.
+
+    Raises:
+      ValueError: they do not have the same time axis, or do not broadcast.
+    """
+    (name, a), (_, b) = arrays.items()
+    expanded = a.reshape((1,) * (b.ndim - a.ndim) + a.shape)
+    fits = expanded.ndim == b.ndim and expanded.shape[axis] == b.shape[axis]
+    if not fits or any(n not in (1, m) for n, m in zip(expanded.shape, b.shape, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to shape {b.shape}, with all of its {b.shape[axis]} "
+            f"tokens, got {a.shape}"
+        )
+    dtype = common_dtype(a, b)
+    return expanded.astype(dtype), b.astype(dtype)
 
 
 def _join(first: Array, others: Array) -> Array:

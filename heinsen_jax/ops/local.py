@@ -108,7 +108,7 @@ def dilated_attention(
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
     """
     check_heads(query, key, value)
-    check_same_length(query, key)
+    check_same_length(query, key, "dilated_attention", "they must be of the same tokens")
     tokens = key.shape[:-2]
     check_tokens(tokens, segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths)
     if dilation < 1:
@@ -195,7 +195,7 @@ def longformer_attention(
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
     """
     check_heads(query, key, value)
-    check_same_length(query, key)
+    check_same_length(query, key, "longformer_attention", "they must be of the same tokens")
     positions = sorted(set(global_positions))
     length = query.shape[-3]
     if positions and not 0 <= positions[0] <= positions[-1] < length:

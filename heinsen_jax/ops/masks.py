@@ -176,12 +176,16 @@ def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[in
     """Return the number of visible tokens before and after a query."""
     size = local_window_size
     if isinstance(size, tuple):
-        if len(size) != 2 or min(size) < 0:
-            raise ValueError(f"local_window_size must be a pair of sizes >= 0, got {size}")
-        return size
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+        if len(size) != 2 or not all(map(_is_integer, size)) or min(size) < 0:
+            raise ValueError(f"local_window_size must be a pair of integers >= 0, got {size}")
+        return int(size[0]), int(size[1])
+    if not _is_integer(size) or size < 1:
         raise ValueError(f"local_window_size must be an integer >= 1 or a pair, got {size!r}")
     return int(size) - 1, 0 if is_causal else int(size) - 1
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def last_tokens(local_window_size: int | tuple[int, int] | None, is_causal: bool) -> int | None:

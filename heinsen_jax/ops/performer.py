@@ -201,7 +201,8 @@ def orthogonal_features(
     if scaling not in (0, 1):
         raise ValueError(f"scaling must be 0 or 1, got {scaling!r}")
     direction_key, norm_key = jax.random.split(key)
-    blocks = jax.random.orthogonal(direction_key, depth, (-(-num_features // depth),), dtype=dtype)
+    shape = (-(-num_features // depth),)
+    blocks = jax.random.orthogonal(direction_key, depth, shape, dtype=wide(dtype)).astype(dtype)
     directions = blocks.reshape(-1, depth)[:num_features]
     if scaling == 1:
         return math.sqrt(depth) * directions

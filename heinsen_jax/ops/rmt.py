@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
@@ -208,7 +209,7 @@ def _state(
 ) -> SegmentState:
     """Check the arguments and return the initial state."""
     length = segment_length
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
         raise ValueError(f"segment_length must be an integer >= 1, got {length!r}")
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(

@@ -138,6 +138,7 @@ def dot_product_attention(
     if log_decay is not None:
         _check_decay(query, key, is_causal, query_offset)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
+    query = _valid_rows(query, query_seq_lengths)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     if 0 in (query.shape[-3], key.shape[-3]):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
@@ -202,6 +203,8 @@ def folded_attention(
     """Return the output, and log Z: the logarithm of the sum of the exponentials of a query's
     scores. `query` is scaled, heads are folded, ids are `[X, T]` and `[X, S]`, decays
     `[X, R, T, 3]` and `[X, R, S, 3]`; bias and mask are of any shape with `X R T S` elements."""
+    dtype = wide(query, key, value, *(decays or ()))
+    query, key, value, decays = jax.tree.map(lambda x: x.astype(dtype), (query, key, value, decays))
     is_static = isinstance(offset, int)
     if implementation is None:
         length, sources = query.shape[2], key.shape[1]

@@ -30,6 +30,7 @@ from heinsen_jax.typing import (
     Mixed,
     Query,
     Values,
+    common_dtype,
     wide,
 )
 
@@ -78,6 +79,7 @@ def relative_position_bucket(
     steps = (steps * np.float32(one_side - own)).astype(np.int32)
     table = np.concatenate([np.arange(own), np.minimum(own + steps, one_side - 1)])
     relative_position = jnp.asarray(relative_position)
+    relative_position = relative_position.astype(common_dtype(relative_position, jnp.int32))
     before = jnp.maximum(-relative_position, 0)
     distance = jnp.abs(relative_position) if is_bidirectional else before
     bucket = jnp.asarray(table, jnp.int32)[jnp.minimum(distance, max_distance)]
@@ -196,7 +198,7 @@ def tglobal_attention(
       Guo et al., 2021, LongT5, arXiv:2112.07916.
     """
     check_heads(query, key, value)
-    check_same_length(query, key)
+    check_same_length(query, key, "tglobal_attention", "they must be of the same tokens")
     *batch, length, heads, _ = query.shape
     _check_blocks(key_value_seq_lengths, tuple(batch), block_size)
     blocks = *batch, length // block_size

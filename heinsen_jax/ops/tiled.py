@@ -277,8 +277,9 @@ def _backward(problem: Problem, residuals, cotangents: tuple[Array, Array]):
         query, d_y_row, mean_row, m, d_query, d_query_decay = _row(
             (tiles.query, d_y, mean, largest, sums.query, sums.query_decay), row
         )
-        # A recomputed score may be rounded up from the maximum.
-        weights = share(jnp.minimum(scores, m), m)
+        # A recomputed score may be rounded up from the maximum. Where they are equal, `minimum`
+        # would have half of the derivative.
+        weights = share(jnp.where(scores > m, m, scores), m)
         d_scores = weights * (jnp.einsum("xrv,xlv->xrl", d_y_row, value) - mean_row)
         more_query, more_key = problem.scores.gradients(query, key, d_scores)
         d_value = jnp.einsum("xrv,xrl->xvl", d_y_row, weights)

@@ -78,3 +78,25 @@ def test_heads_that_devices_do_not_divide_are_refused():
     message = "3 devices that split heads do not divide 4 heads"
     with pytest.raises(ValueError, match=message):
         on_mesh({"tensor": 3}, partial(shapes_of, []), TOKENS, None)
+
+
+@pytest.mark.parametrize(("length", "on_device"), [(6, 6), (8, 2)])
+def test_tokens_of_several_steps_are_split_by_whole_tokens(length, on_device):
+    """Four devices divide the 12 steps of 6 tokens, but not these."""
+    query = jax.ShapeDtypeStruct((ROWS, length, HEADS, DEPTH), jnp.float32)
+    steps = jax.ShapeDtypeStruct((ROWS, 2 * length, HEADS, DEPTH), jnp.float32)
+    calls = []
+
+    def op(query, key, value, *, is_causal, **options):
+        del is_causal
+        calls.append((query.shape[1], key.shape[1]))
+        return delta_rule(query, key, value, num_steps=2, **options)
+
+    def attend(query, key):
+        empty = MatrixState.empty((ROWS,), HEADS, DEPTH, DEPTH)
+        call = CallArguments(segment_ids=None, state=None)
+        summary = partial(matrix_summary, num_steps=2)
+        return devices.recur(call, op, query, key, key, empty=empty, summary=summary)
+
+    on_mesh({"data": 1, "context": 4}, attend, query, steps)
+    assert set(calls) == {(on_device, 2 * on_device)}

@@ -84,6 +84,14 @@ def test_parts_decay_an_initial_state_without_its_own_decay(arrays):
     assert_split_equals_whole(arrays, initial_state=state, log_decay=log_decay)
 
 
+def test_parts_keep_the_decay_of_an_initial_state(arrays):
+    """The tokens themselves have none."""
+    _, key, value = arrays
+    state = LogAttentionState.empty((), 1, 2, 3, has_decay=True)
+    state = state.absorb(key[:2], value[:2], np.full(key[:2].shape[:2], -0.2, np.float32))
+    assert_split_equals_whole(arrays, initial_state=state)
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments_may_span_parts(arrays, name):
     assert_split_equals_whole(arrays, segment_ids=np.array(SEGMENTS[name]))

@@ -370,6 +370,21 @@ def test_invalid_arguments_raise(change, message):
         gated_delta_rule(**{name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("log_decay", (1, 4, 2), r"log_decay must have shape \(1, 2, 2\) or \(1, 2, 2, 3\)"),
+        ("segment_ids", (1, 4), r"segment_ids must have shape \(1, 2\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_shapes_of_arrays_per_token_are_named_as_given(name, shape, message):
+    query, key = np.zeros((1, 2, 2, 3), np.float32), np.zeros((1, 4, 2, 3), np.float32)
+    given = {name: np.zeros(shape, np.float32 if name == "log_decay" else np.int32)}
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule(query, key, key, num_steps=2, **given)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int32])
 def test_lengths_in_steps_do_not_overflow(dtype):
     """180 steps are more than int8 has, and no sequence is longer than its tokens."""

@@ -397,3 +397,22 @@ def test_edge_counts_of_invalid_edges_raises():
         edge_counts(np.zeros((3, 4), int))
     with pytest.raises(ValueError, match="edges must have a dtype of kind integer"):
         edge_counts(np.zeros((3, 2)))
+
+
+def test_second_derivatives_where_distances_are_equal():
+    """Those of dense attention, which is the same with all edges."""
+    rng = np.random.default_rng(0)
+    query, value, first, second = rng.standard_normal((4, 3, 1, 2)).astype(np.float32)
+    key = np.broadcast_to(rng.standard_normal((1, 1, 2)).astype(np.float32), (3, 1, 2))
+    edges = np.array([(i, j) for i in range(3) for j in range(3)])
+
+    def curvature(attend):
+        def loss(key):
+            return jnp.sum(first * attend(key))
+
+        return jax.grad(lambda key: jnp.sum(second * jax.grad(loss)(key)))(key)
+
+    sparse = curvature(lambda key: l1_sparse_attention(query, key, value, edges))
+    dense = curvature(lambda key: l1_attention(query, key, value))
+    assert np.abs(dense).max() > 1e-3
+    np.testing.assert_allclose(sparse, dense, atol=1e-6)

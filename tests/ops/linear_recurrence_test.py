@@ -210,3 +210,41 @@ def test_states_of_consecutive_tokens_merge():
     merged = RecurrenceState.empty((3,)).merge(states[0]).merge(states[1])
     np.testing.assert_allclose(merged.h, whole[-1], rtol=1e-5)
     np.testing.assert_allclose(merged.log_decay, jnp.sum(log_a, 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_coefficients_of_fewer_axes_are_broadcast(batch):
+    rng = np.random.default_rng(0)
+    log_a = -rng.random((4, 5)).astype(np.float32)
+    log_b = rng.standard_normal((batch, 4, 5)).astype(np.float32)
+    expected = np.stack([step_by_step(log_a, row) for row in log_b])
+    with jax.numpy_rank_promotion("allow"):
+        np.testing.assert_allclose(log_linear_recurrence(log_a, log_b), expected, atol=1e-6)
+        actual = linear_recurrence(np.exp(log_a), np.exp(log_b))
+    np.testing.assert_allclose(actual, np.exp(expected), rtol=1e-5)
+
+
+def test_coefficients_and_inputs_of_other_dtypes_are_promoted():
+    log_a, log_b = np.full((4, 1), -0.5, np.float32), jnp.ones((4, 2), jnp.bfloat16)
+    h = log_linear_recurrence(log_a, log_b)
+    assert h.dtype == jnp.float32
+    np.testing.assert_allclose(h[:, 0], step_by_step(log_a, np.ones((4, 1)))[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (9, 3), (1, 9, 1), (1,)])
+@pytest.mark.parametrize("function", [linear_recurrence, log_linear_recurrence])
+@pytest.mark.usefixtures("unchecked")
+def test_coefficients_that_do_not_fit_are_refused(function, shape):
+    name = "log_coefficients" if function is log_linear_recurrence else "coefficients"
+    with pytest.raises(ValueError, match=rf"^{name} must be broadcastable to shape \(9, 2\)"):
+        function(jnp.zeros(shape), jnp.zeros((9, 2)))
+
+
+def test_short_sequences_without_jit():
+    with jax.disable_jit():
+        for length in (1, 2, 3, 4, 5):
+            x = jnp.full((length, 2), -0.5)
+            expected = step_by_step(np.asarray(x), np.asarray(x))
+            np.testing.assert_allclose(log_linear_recurrence(x, x), expected, atol=1e-6)
+            gradient = jax.grad(lambda x: log_linear_recurrence(x, x).sum())(x)
+            assert np.isfinite(gradient).all()

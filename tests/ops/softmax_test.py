@@ -465,3 +465,40 @@ def test_cudnn_is_given_masks_and_biases_of_all_sequences(monkeypatch):
     options = {"mask": jnp.ones((8, 8), bool), "bias": jnp.ones((1, 8, 8))}
     dot_product_attention(x, x, x, implementation="cudnn", **options)
     assert shapes == {"bias": (3, 1, 8, 8), "mask": (3, 1, 8, 8)}
+
+
+def test_second_derivatives_where_scores_are_equal():
+    """Tiles recompute scores; the largest ones have the derivatives of others."""
+    rng = np.random.default_rng(0)
+    key, value, first, second = rng.standard_normal((4, 3, 1, 2)).astype(np.float32)
+
+    def curvature(implementation):
+        def loss(query):
+            y = dot_product_attention(query, key, value, implementation=implementation)
+            return jnp.sum(first * y)
+
+        zeros = jnp.zeros((3, 1, 2))
+        return jax.grad(lambda query: jnp.sum(second * jax.grad(loss)(query)))(zeros)
+
+    np.testing.assert_allclose(curvature("tiled"), curvature("xla"), atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+def test_queries_beyond_their_number_have_no_effect_on_gradients(implementation):
+    x = jnp.ones((3, 1, 2))
+    query = x.at[2].set(jnp.nan)
+    options = {"query_seq_lengths": jnp.array(2), "implementation": implementation}
+    gradient = jax.grad(lambda value: dot_product_attention(query, x, value, **options).sum())(x)
+    np.testing.assert_allclose(gradient, 2 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+@pytest.mark.usefixtures("x64")
+def test_arrays_of_other_dtypes_are_promoted(implementation):
+    x = jnp.ones((5, 1, 2), jnp.float32)
+    decay = jnp.full((5, 1), -0.25)
+    assert decay.dtype == jnp.float64
+    options = {"is_causal": True, "implementation": implementation}
+    y = dot_product_attention(x, x, 2.0 * x, log_decay=decay, **options)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, 2, rtol=1e-6)

@@ -51,7 +51,8 @@ class Chunked:
         memory of one block, for about 20% more time. False saves them as residuals. None recomputes
         them in calls of several blocks.
       exponent_budget: fraction of the exponent range, log(1 / smallest normal number), that a block
-        may use. The rest is a margin for sums and gradients.
+        may use. The rest is a margin for sums and gradients: without it, small terms are lost. With
+        a negative one, every block is computed in log space.
       parallel_scan: whether the states of a block's chunks are computed by a parallel scan, not
         sequentially.
       matmul_dtype: dtype to which factors of matrix products are rounded, unlike sums and states.
@@ -71,6 +72,10 @@ class Chunked:
     matmul_dtype: Literal["bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
+        if self.matmul_dtype not in (None, "bfloat16", "float32"):
+            raise ValueError(
+                f'matmul_dtype must be "bfloat16", "float32" or None, got {self.matmul_dtype!r}'
+            )
         size = self.chunk_size
         if size is not None and (size < 1 or size % MULTIPLE):
             raise ValueError(f"chunk_size must be a multiple of {MULTIPLE}, got {size}")

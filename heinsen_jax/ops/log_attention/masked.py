@@ -26,8 +26,8 @@ def masked_attention(
 
     over all s where the mask is True; 0 with zero gradients if it is nowhere True. Exact for any
     queries and keys; their gradients overflow where values times cotangents exceed 1e19. Fully
-    masked tokens, NaN included, have no effect. The output has the dtype of the arrays, at least
-    float32. Supports reverse-mode derivatives only.
+    masked tokens, NaN included, have no effect. The arrays are at least float32. Supports
+    reverse-mode derivatives only.
 
     Queries are computed in chunks, and recomputed in the backward pass: temporary memory does not
     exceed the size of all scores LSE_K(Q_t + K_s).

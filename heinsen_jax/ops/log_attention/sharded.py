@@ -90,10 +90,10 @@ def sharded_log_attention(
     *batch, _, groups, key_depth = key.shape
     sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
     empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
-    lacks_decay = False
-    if has_decay and initial_state is not None and initial_state.log_decay is None:
-        lacks_decay = True
-        initial_state = replace(initial_state, log_decay=jnp.zeros_like(initial_state.log_z))
+    before = initial_state
+    if before is not None and has_decay != (before.log_decay is not None):
+        decay = jnp.zeros_like(before.log_z) if has_decay else None
+        initial_state = replace(before, log_decay=decay)
 
     def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:
         decay = log_decay[0] if log_decay else None
@@ -113,4 +113,6 @@ def sharded_log_attention(
     )
     if not return_state:
         return y
-    return y, replace(state, log_decay=None) if lacks_decay else state
+    if before is None or has_decay == (before.log_decay is not None):
+        return y, state
+    return y, replace(state, log_decay=before.log_decay)

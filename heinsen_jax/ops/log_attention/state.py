@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.arguments import check_array, check_decay
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
@@ -103,9 +104,11 @@ class LogAttentionState:
             the factor by which each token multiplies the state before it; None for no decay.
 
         Raises:
-          ValueError: shapes do not fit the state.
+          ValueError: shapes do not fit the state, or, outside of transformations such as `jit`, a
+            log decay is above 0.
         """
         check_state(self, key=key, log_value=log_value)
+        _check_decay(key, log_decay)
         before, key, log_value, log_decay = _promoted(self, key, log_value, log_decay)
         key, total = _decayed_keys(key, log_decay)
         earlier = _decayed(before, total)
@@ -216,9 +219,11 @@ class HeinsenAttentionState:
           log_decay: as in `LogAttentionState.absorb`.
 
         Raises:
-          ValueError: shapes do not fit the state.
+          ValueError: shapes do not fit the state, or, outside of transformations such as `jit`, a
+            log decay is above 0.
         """
         check_state(self, key=key, value=value)
+        _check_decay(key, log_decay)
         before, key, value, log_decay = _promoted(self, key, value, log_decay)
         key, total = _decayed_keys(key, log_decay)
         added = averages_of(*(jnp.moveaxis(x, -3, -2) for x in (key, value)))
@@ -372,6 +377,13 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
                 f"{state.log_z.shape[:-2]}, {groups} key/value heads and depth {depth}: "
                 f"expected [*batch, tokens, heads, {depth}]"
             )
+
+
+def _check_decay(key: Array, log_decay: Array | None) -> None:
+    """Raise ValueError if a log decay has not the shape of keys or of their heads, or is above
+    0."""
+    check_array("log_decay", log_decay, (key.shape[:-1], key.shape), jnp.floating)
+    check_decay("log_decay", log_decay)
 
 
 def _promoted(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops.arguments import positions_in_segments, segment_starts
 from heinsen_jax.ops.layout import astype_like, fold_heads, unfold_heads
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
+from heinsen_jax.ops.log_attention.scan import Scan
 from heinsen_jax.ops.log_attention.state import HeinsenAttentionState
 from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.log_window.state import LogWindowState
@@ -138,6 +139,7 @@ def _mix(
         rule=Window(window_size - 1),
         ids=None if tokens.runs is None else (tokens.runs[:, num_keys - length :], tokens.runs),
         offset=num_keys - length,
+        implementation="xla" if isinstance(attention, Scan) else None,
     )
     count = num_keys - window_size  # tokens that leave the window, each read by one query
     if count <= 0:

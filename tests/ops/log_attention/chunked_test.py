@@ -193,6 +193,8 @@ def test_blocks_continue_from_the_states_before_them():
     ("sizes", "message"),
     [
         ((20, 1000), "chunk_size must be a multiple of 16, got 20"),
+        ((64, 64, None, 0.7, None, "float16"), "matmul_dtype must be .* got 'float16'"),
+        ((64, 64, None, 0.7, None, jnp.bfloat16), 'matmul_dtype must be "bfloat16", "float32"'),
         ((0, 64), "chunk_size must be a multiple of 16, got 0"),
         ((64, 100), "block_size must be a multiple of chunk_size=64, got 100"),
         ((64, 0), "block_size must be a multiple of chunk_size=64, got 0"),

@@ -216,6 +216,22 @@ def test_arrays_of_wrong_shapes_raise(method, shapes, message):
         getattr(EMPTY, method)(*(jnp.zeros(shape) for shape in shapes))
 
 
+@pytest.mark.parametrize(
+    ("shape", "value", "message"),
+    [
+        ((3,), -1.0, r"log_decay must have shape \(3, 3\) or \(3, 3, 1\), got \(3,\)"),
+        ((3, 2), -1.0, r"log_decay must have shape \(3, 3\) or"),
+        ((3, 3), 1.0, "log_decay must be at most 0, got 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", [LogAttentionState, HeinsenAttentionState])
+@pytest.mark.usefixtures("unchecked")
+def test_decays_of_wrong_shapes_or_signs_raise(kind, shape, value, message):
+    key = jnp.zeros((3, 3, 1))
+    with pytest.raises(ValueError, match=message):
+        kind.empty((), 3, 1, 1).absorb(key, key, jnp.full(shape, value))
+
+
 def decayed_tokens(seed: int, std: float = 1.0):
     """Return key, log_value and decays by key feature, up to complete decay."""
     _, key, log_value, _ = random_inputs(CASE, seed, std)

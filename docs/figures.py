@@ -165,17 +165,22 @@ class StudyResults:
     def largest_spread(self) -> float:
         return max(x.spread(self.study.metric) for x in self.results.values())
 
-    def deviation(self) -> float:
-        """Standard deviation of seeds, pooled over all results."""
-        seeds = [x.values(self.study.metric) for x in self.results.values()]
+    def _seeds(self, prefix: str) -> list[tuple[float, ...]]:
+        """Metrics of the seeds of each result whose label begins with a prefix."""
+        named = ((" ".join(labels), x) for labels, x in self.results.items())
+        return [x.values(self.study.metric) for name, x in named if name.startswith(prefix)]
+
+    def deviation(self, prefix: str = "") -> float:
+        """Standard deviation of seeds, pooled over the results whose labels begin with a prefix."""
+        seeds = self._seeds(prefix)
         squares = sum((len(x) - 1) * statistics.variance(x) for x in seeds)
         return math.sqrt(squares / sum(len(x) - 1 for x in seeds))
 
-    def inconclusive_below(self, comparisons: int) -> float:
+    def inconclusive_below(self, comparisons: int, prefix: str = "") -> float:
         """Difference of two seeds at 5% by Bonferroni's correction, with the pooled deviation."""
-        freedom = sum(len(x.values(self.study.metric)) - 1 for x in self.results.values())
+        freedom = sum(len(x) - 1 for x in self._seeds(prefix))
         quantile = float(stats.t.ppf(1 - 0.025 / comparisons, freedom))
-        return quantile * math.sqrt(2) * self.deviation()
+        return quantile * math.sqrt(2) * self.deviation(prefix)
 
     def rows(
         self, *columns: str, names: Sequence[str] = (), but: Sequence[str] = (), by: str = ""

@@ -112,7 +112,17 @@ def test_the_table_of_losses_is_of_the_records():
     models = [row.split(" | ")[0].removeprefix("| ") for row in shown]
     study = STUDIES["long_context"]
     spread = max(study.spread(name, loss) for name in models for loss in ("loss", "loss_2048"))
-    assert f"(± at most {math.ceil(100 * spread) / 100:.2f})" in README_TEXT
+    assert f"(range: ± at most {math.ceil(100 * spread) / 100:.2f})" in README_TEXT
+
+
+def test_the_cost_of_exactness_is_of_the_record():
+    seconds = record("tiers")["tiers"]["log_attention"]
+    costs = [
+        s / times["one, decay" if name.endswith("decay") else "one"]
+        for times in (x["seconds"] for x in seconds.values())
+        for name, s in times.items()
+    ]
+    assert f"would overflow cost up to {max(costs):.1f} times as much" in README_TEXT
 
 
 def test_the_table_of_speeds_is_of_the_records():

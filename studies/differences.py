@@ -15,8 +15,9 @@ from studies.records import Comparison, is_larger_better, markdown_table
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
     'number of comparisons; "no difference" if they include 0, which does not show that models are '
-    "equal. They need two seeds on both sides, and seeds that differ; seeds that diverged are left "
-    "out."
+    "equal. The text on which losses are measured is the same for all seeds, and its choice is not "
+    "part of the intervals. They need two seeds on both sides, and seeds that differ; seeds that "
+    "diverged are left out."
 )
 SELECTION = "The first seed also selected the tuned values, for which the intervals do not account."
 

@@ -22,7 +22,8 @@ WINDOW = sweeps.WINDOW
 
 def log(mlp_dim: int = 512, **options: int | float | str) -> dict[str, FieldValue]:
     """Fields of layers of log-attention with other options."""
-    return {"model.attention": Layers("log", options=options), "model.mlp_dim": mlp_dim}
+    layer = Layers("log", options=options) if options else "log"
+    return {"model.attention": layer, "model.mlp_dim": mlp_dim}
 
 
 def changes() -> sweeps.Sweep:

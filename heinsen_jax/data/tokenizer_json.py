@@ -35,6 +35,12 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTES = _bytes_of_characters()
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
+
+
+def spelled(token: bytes) -> str:
+    """The spelling of a token in byte-level BPE."""
+    return "".join(map(_CHARACTERS.__getitem__, token))
 
 
 class JsonTokenizer:

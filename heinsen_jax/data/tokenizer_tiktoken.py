@@ -4,7 +4,9 @@ import base64
 import binascii
 import hashlib
 import importlib.util
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,14 @@ import numpy as np
 import tiktoken
 from tiktoken_ext import openai_public
 
-from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, UNKNOWN, check_unchanged, read_json
+from heinsen_jax.data.tokenizer_json import (
+    TOKENIZER_FILE,
+    UNKNOWN,
+    JsonTokenizer,
+    check_unchanged,
+    read_json,
+    spelled,
+)
 from heinsen_jax.errors import UserError, check_regular, refusing_panics
 from heinsen_jax.storage.files import write_atomically
 
@@ -90,6 +99,64 @@ class TiktokenTokenizer:
         text = json.dumps(definition, indent=2, ensure_ascii=False) + "\n"
         write_atomically(folder / TOKENIZER_FILE, text.encode())
 
+    def to_json(self) -> JsonTokenizer:
+        """Return the same tokenizer as a `tokenizer.json` of byte-level BPE.
+
+        Raises:
+          UserError: a token is not the merge of two others.
+        """
+        options = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        components: list[dict[str, Any]] = [{"type": "ByteLevel", **options}]
+        if not self._is_bytes:
+            pattern = {"Regex": _as_oniguruma(self._pattern)}
+            split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+            components.insert(0, split)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        special = {rank: token for token, rank in reversed(self._special_tokens.items())}
+        vocab = {spelled(token): rank for token, rank in self._ranks.items()}
+        document = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": rank, "content": special[rank], **flags, "special": True}
+                for rank in sorted(special)
+            ],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": components},
+            "post_processor": None,
+            "decoder": {"type": "ByteLevel", **options},
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": not self._is_bytes,
+                # ids of added tokens outside of the vocabulary would have no gaps
+                "vocab": vocab | {token: rank for rank, token in special.items()},
+                "merges": self._merges(),
+            },
+        }
+        return JsonTokenizer(self.name, Path(self.name), document, {"eos_token": END_OF_TEXT})
+
+    def _merges(self) -> list[list[str]]:
+        """The pairs of tokens that make each token, in the order of ranks."""
+        merges = []
+        for token, rank in sorted(self._ranks.items(), key=lambda item: item[1]):
+            if len(token) == 1:
+                continue
+            parts = _parts(token, rank, self._ranks)
+            if len(parts) != 2:
+                raise UserError(
+                    f"tokenizer {self.name}: its token {token!r} is not the merge of two others, "
+                    "which tokenizer.json needs; choose another tokenizer"
+                )
+            merges.append([spelled(part) for part in parts])
+        return merges
+
     @classmethod
     def load(cls, folder: Path) -> "TiktokenTokenizer":
         """Read the files of `save`, and check that they are unchanged."""
@@ -107,6 +174,24 @@ class TiktokenTokenizer:
             raise UserError(f"{path} is damaged ({error!r}); restore the file") from None
         check_unchanged(tokenizer.fingerprint, fingerprint, path)
         return tokenizer
+
+
+def _parts(token: bytes, rank: int, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """The parts of a token after all merges of lower rank."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 1:
+        pairs = (ranks.get(left + right, rank) for left, right in itertools.pairwise(parts))
+        lowest, place = min((pair, i) for i, pair in enumerate(pairs))
+        if lowest >= rank:
+            break
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts
+
+
+def _as_oniguruma(pattern: str) -> str:
+    """A pattern of tiktoken in the syntax of the library `tokenizers`, in which `$` also matches
+    before the end of a line, and `{m,n}+` repeats."""
+    return re.sub(r"(\{\d+,\d+\})\+(?=\||$)", r"\1", pattern).replace("$", r"\z")
 
 
 def byte_tokenizer(name: str) -> TiktokenTokenizer:

@@ -11,6 +11,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
+from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.data import tokenizer_tiktoken, tokenizers
 from heinsen_jax.data.tokenizer_tiktoken import TiktokenTokenizer
@@ -222,6 +223,43 @@ def test_files_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
     named = get_tokenizer(str(tmp_path))
     assert (named.name, named.fingerprint) == ("bytes", BYTES.fingerprint)
     assert tokenizers.tokenizer_name(str(tmp_path)) == "bytes"
+
+
+TEXTS = "It's 12345 é\n\n", "  A b\r\n \n漢字😀", "x \n", "<|endoftext|>", "WE'LL\u2028\t ''s ", ""
+
+
+@pytest.mark.parametrize("name", ["bytes", *sorted(openai_public.ENCODING_CONSTRUCTORS)])
+def test_an_encoding_as_tokenizer_json_gives_the_same_ids(name, published_data, tmp_path):
+    """With the pattern and the special tokens of each encoding, and ranks of GPT-2."""
+    encoding = BYTES
+    if name != "bytes":
+        published = tokenizers.tokenizer_of_ranks(published_data / "gpt2.tiktoken")
+        definition = tokenizer_tiktoken._definition(name, lambda *_, **__: {})
+        ranks = {token: rank for token, rank in published._ranks.items() if rank < 10_000}
+        special = definition["special_tokens"]
+        encoding = TiktokenTokenizer(name, definition["pat_str"], ranks, special)
+    converted = encoding.to_json()
+    converted.save(tmp_path)
+    theirs = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in TEXTS:
+        ids = encoding.encode(text)
+        assert converted.encode(text) == ids
+        assert converted.decode(ids) == text
+        if text != END_OF_TEXT:
+            assert theirs.encode(text).ids == ids
+    assert theirs.encode(END_OF_TEXT).ids == [encoding.end_of_text_id]
+    assert (converted.vocab_size, converted.end_of_text_id) == (
+        encoding.vocab_size,
+        encoding.end_of_text_id,
+    )
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_tokens_that_are_no_merge_have_no_tokenizer_json(tmp_path):
+    path = write_ranks(tmp_path / "mine.tiktoken", [*single_bytes(), b"abc"])
+    with pytest.raises(UserError, match="tokenizer mine: its token b'abc' is not the merge of two"):
+        tokenizers.tokenizer_of_ranks(path).to_json()
 
 
 def test_tokenizer_without_end_of_text() -> None:

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from lm_eval.api.instance import Instance
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 from heinsen_jax import data, evaluate, linearize
 from heinsen_jax.config import load_config
@@ -300,6 +301,20 @@ def test_a_model_of_this_package_is_written(tmp_path):
     without = replace(config, attention=Layers("gqa", options={"positions": "none"}))
     to_pretrained(random_model(without), tmp_path / "b")
     assert fields(tmp_path / "b")["no_rope_layers"] == [0]
+
+
+def test_a_tokenizer_of_this_package_is_written_for_other_libraries(tmp_path):
+    sizes = {"model_dim": 16, "num_layers": 1, "num_heads": 4}
+    model = random_model(
+        LanguageModelConfig(vocab_size=257, **sizes, attention="gqa", block="llama")
+    )
+    ours = data.get_tokenizer("bytes")
+    folder = to_pretrained(model, tmp_path / "a", tokenizer=ours)
+    theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert theirs.encode("é a<|endoftext|>").ids == [*ours.encode("é a"), 256]
+    _, again = from_pretrained(folder)
+    assert again.encode("é a") == ours.encode("é a")
+    assert again.stop_ids == (ours.end_of_text_id,)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from heinsen_jax.data.tokenizer_files import (
 )
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
+from heinsen_jax.data.tokenizer_tiktoken import TiktokenTokenizer
 from heinsen_jax.errors import UserError, explain, extra_module
 from heinsen_jax.interop.tensors import Names, entries, shapes_of, tensors_of
 from heinsen_jax.interop.transformers.checkpoint import (
@@ -262,13 +263,16 @@ def to_pretrained(
 
     Raises:
       UserError: no supported model of transformers has this architecture; the dtype is unsupported,
-        or a value is too large for it; the folder is not empty; or it cannot be written.
+        or a value is too large for it; the tokenizer has no `tokenizer.json`; the folder is not
+        empty; or it cannot be written.
     """
     output = local_path(folder, "folder")
     check_new_folder(output)
     path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
     others = {} if path is None else text_part(read_json(path), path)
     only = None if path is None else family_of(others, path).model_type
+    if isinstance(tokenizer, TiktokenTokenizer):
+        tokenizer = tokenizer.to_json()
     if any("lora" in name for name, _ in model.parameters()):
         model = without_lora(model)
     if only in (None, "qwen3_5_text"):

@@ -22,8 +22,10 @@ from heinsen_jax.data.tokenizer_json import (
     special_tokens_of,
     tokenizer_of_json,
 )
-from heinsen_jax.errors import UserError, extra_module, refusing_panics
+from heinsen_jax.errors import UserError, check_regular, extra_module, refusing_panics
+from heinsen_jax.storage.files import write_atomically
 
+SENTENCEPIECE_FILE = "tokenizer.model"
 WITH_TOOLS = "tool_use"
 MARK = "\ufdd0"
 """End of a message to be continued: a code point that no text contains."""
@@ -38,7 +40,7 @@ class PretrainedTokenizer(JsonTokenizer):
 
     Args:
       name: its name.
-      path: its file, for messages.
+      path: its file, for messages; a `tokenizer.model` beside it is saved, too.
       document: the content of `tokenizer.json`.
       config: the content of `tokenizer_config.json`.
 
@@ -61,6 +63,10 @@ class PretrainedTokenizer(JsonTokenizer):
         self.start_ids = self._start_ids(config.get("add_bos_token"))
         others = config.get("heinsen_jax", {}).get("stop_ids", ())
         self.stop_ids = tuple(dict.fromkeys([self.end_of_text_id, *others]))
+        self._sentencepiece = None
+        if (original := path.with_name(SENTENCEPIECE_FILE)).exists():
+            check_regular(original)
+            self._sentencepiece = original.read_bytes()
 
     def config(self) -> dict[str, Any]:
         """The content of `tokenizer_config.json`, with all fields of the original."""
@@ -73,6 +79,11 @@ class PretrainedTokenizer(JsonTokenizer):
             is_one = {*self.templates} == {DEFAULT}
             fields["chat_template"] = self.templates[DEFAULT] if is_one else pairs
         return fields
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self._sentencepiece is not None:  # llama.cpp reads it, not tokenizer.json
+            write_atomically(folder / SENTENCEPIECE_FILE, self._sentencepiece)
 
     def _start_ids(self, add_bos_token: bool | None) -> tuple[int, ...]:
         """Tokens before a document, by the configuration or else as the file adds them."""

@@ -76,6 +76,16 @@ def test_it_is_saved_and_loaded(folder, tmp_path):
     assert start_ids(get_tokenizer("bytes")) == ()
 
 
+def test_the_file_of_sentencepiece_is_kept(folder, tmp_path):
+    (folder / "tokenizer.model").write_bytes(b"model")
+    tokenizer = load(folder)
+    for name in ("run", "export"):
+        (tmp_path / name).mkdir()
+        save_tokenizer(tokenizer, tmp_path / name)
+        assert (tmp_path / name / "tokenizer.model").read_bytes() == b"model"
+        tokenizer = load_tokenizer(tmp_path / name)
+
+
 def test_templates_may_be_several(folder):
     (folder / "chat_template.jinja").unlink()
     several = {"default": "{{ bos_token }}{{ messages[0].content }}", "tool_use": "tools"}

@@ -158,6 +158,7 @@ def test_a_quantized_model_is_imported_with_its_tokenizer(tmp_path):
     model, tokenizer, _ = load_run(import_model(path, tmp_path / "run"))
     assert model.config.param_dtype == "float32"
     assert tokenizer.name == "Tiny-Q8_0"
+    assert tokenizer.config()["add_prefix_space"] is False
     assert tokenizer.encode("ab ab1b") == [3, 5, 6, 2]
     assert tokenizer.decode([3, 5, 6, 2]) == "ab ab1b"
     assert (tokenizer.start_ids, tokenizer.stop_ids) == ((), (0, 3))
@@ -226,6 +227,7 @@ def test_subwords_of_sentencepiece_are_merged_by_their_scores(tmp_path):
         assert [(parts + letters)[i] for i in ids] == wanted
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("é") == [first, 3, 4]
+    assert tokenizer.config()["add_prefix_space"] is True
     assert tokenizer.start_ids == (1,)
     assert _merges_of(["a", "b", "ab", "ba"], [0.0, 0.0, -2.0, -1.0]) == [["b", "a"], ["a", "b"]]
 

@@ -95,7 +95,7 @@ def _tokenizer(file: Gguf, name: str) -> PretrainedTokenizer | None:
         None if start is None else _bos_post_processor(tokens[start], start)
     )
     settings: dict[str, JSON] = {
-        "add_prefix_space": False,
+        "add_prefix_space": model == "llama" and _has_prefix(file),
         **{f"{x}_token": tokens[i] for x, i in ids.items() if i is not None},
     }
     if template := file.field("tokenizer.chat_template", None):
@@ -140,10 +140,15 @@ def _byte_level_bpe(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], boo
     return document, words.adds_start
 
 
+def _has_prefix(file: Gguf) -> bool:
+    """Whether SentencePiece adds a space before texts."""
+    return file.field("tokenizer.ggml.add_space_prefix", True)
+
+
 def _sentencepiece_bpe(file: Gguf, tokens: list[str]) -> tuple[dict[str, JSON], bool]:
     """The same for BPE of SentencePiece, which merges by scores."""
     scores = file.field("tokenizer.ggml.scores")
-    prefix = file.field("tokenizer.ggml.add_space_prefix", True)
+    prefix = _has_prefix(file)
     replace: JSON = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     normalizers: list[JSON] = [{"type": "Prepend", "prepend": "\u2581"}] if prefix else []
     decoders: list[JSON] = [

@@ -241,7 +241,8 @@ class GraniteHybrid(Granite, WithMamba2):
         """The fields, with the published types of layers, which all versions read."""
         kinds = {"full_attention": "attention", "linear_attention": "mamba"}
         types = self.layer_types and [kinds.get(kind, kind) for kind in self.layer_types]
-        return super().to_json() | {"layer_types": types}
+        # transformers has 2 experts of each token by default, which llama.cpp refuses
+        return super().to_json() | {"layer_types": types, "num_experts_per_tok": 0}
 
 
 class FalconH1(WithMamba2):

@@ -365,6 +365,13 @@ def test_fields_without_a_fact_in_the_model_are_written(tmp_path):
     )
 
 
+def test_fields_of_parts_that_are_not_written_are_not_copied(tmp_path):
+    parts = {"mtp_num_hidden_layers": 1, "auto_map": {"AutoConfig": "own.Config"}}
+    like = changed("qwen3_5", tmp_path / "a", **parts)
+    written = to_pretrained(from_pretrained(like)[0], tmp_path / "b", like=like)
+    assert not parts.keys() & fields(written).keys()
+
+
 def test_too_large_values_are_refused(tmp_path):
     model = nnx.clone(from_pretrained(FOLDER / "llama3")[0])
     model.norm.scale[...] = 1e6 * jnp.ones(16).at[0].set(jnp.inf)

@@ -16,12 +16,17 @@ from heinsen_jax.models.config import MLPKind, Norm
 from heinsen_jax.models.pattern import Pattern
 from heinsen_jax.typing import JSON
 
-IRRELEVANT = {
+MISSING = {
+    *("auto_map", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+}
+"""Fields of code and of multi-token prediction, which exports do not contain."""
+IRRELEVANT = MISSING | {
     # names, versions and the representation of weights
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
-    *("auto_map", "mamba_ssm_dtype"),
-    *("is_llama_config", "transformers.js_config", "torchscript", "tf_legacy_loss"),
+    *("mamba_ssm_dtype", "is_llama_config", "transformers.js_config", "torchscript"),
+    "tf_legacy_loss",
     # tokens, and lengths that no parameter depends on
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
     *("tokenizer_class", "prefix", "n_ctx"),
@@ -34,8 +39,6 @@ IRRELEVANT = {
     *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "init_method"),
     *("rescale_prenorm_residual", "block_use_xavier_init", "conv_use_xavier_init"),
     *("block_mlp_init_scale", "block_out_init_scale"),
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"),
-    *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     # other heads and tasks than the readout
     *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),

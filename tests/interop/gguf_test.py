@@ -167,6 +167,13 @@ def test_a_quantized_model_is_imported_with_its_tokenizer(tmp_path):
     assert tokenizer.encode("<s>ab1") != tokenizer.encode_with_special_tokens("<s>ab1")
 
 
+@pytest.mark.parametrize(("factor", "is_scaled"), [(4.0, True), (0.0, False), (1.0, False)])
+def test_a_factor_of_positions_without_a_type_is_linear(factor, is_scaled, tmp_path):
+    path = write(tmp_path / "a.gguf", "llama2", **{"llama.rope.scaling.factor": factor})
+    scaling = {"rope_type": "linear", "factor": factor} if is_scaled else None
+    assert Gguf(path).config()["rope_scaling"] == scaling
+
+
 def factors(factor: float) -> np.ndarray:
     """Divisors of the frequencies of Llama 3 for heads of 8 features and the base 500,000."""
     waves = 2 * np.pi * 5e5 ** (np.arange(4) / 4)

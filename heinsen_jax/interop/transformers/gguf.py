@@ -161,6 +161,8 @@ class Gguf:
 
     def _rope_scaling(self) -> JSON:
         kind, factor = (self._of_model(name, None) for name in SCALING)
+        if kind is None and factor not in (None, 0, 1):
+            kind = "linear"  # the default of llama.cpp
         divisors = self._by_name.get(FREQUENCIES)
         if kind not in (None, "none"):
             if kind != "linear":

@@ -167,6 +167,15 @@ def test_a_quantized_model_is_imported_with_its_tokenizer(tmp_path):
     assert tokenizer.encode("<s>ab1") != tokenizer.encode_with_special_tokens("<s>ab1")
 
 
+def test_tokens_that_end_messages_by_their_text_end_generation(tmp_path):
+    """Only control tokens."""
+    tokens = ["<s>", "a", "b", "ab", "<|im_end|>", "<|end|>", "1"]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["a b"]}
+    changes |= {"tokenizer.ggml.token_type": [3, 1, 1, 1, 3, 1, 1]}
+    _, tokenizer = from_pretrained(write(tmp_path / "a.gguf", "llama3", **TOKENS | changes))
+    assert tokenizer.stop_ids == (0, 3, 4)
+
+
 @pytest.mark.parametrize(("factor", "is_scaled"), [(4.0, True), (0.0, False), (1.0, False)])
 def test_a_factor_of_positions_without_a_type_is_linear(factor, is_scaled, tmp_path):
     path = write(tmp_path / "a.gguf", "llama2", **{"llama.rope.scaling.factor": factor})

@@ -15,6 +15,12 @@ from heinsen_jax.typing import JSON
 
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are matched before pre-tokenization."""
+ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|endoftext|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>"),
+    "<｜end▁of▁sentence｜>",
+}
+"""Control tokens that end generation in llama.cpp by their text."""
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -100,7 +106,8 @@ def _tokenizer(file: Gguf, name: str) -> PretrainedTokenizer | None:
     }
     if template := file.field("tokenizer.chat_template", None):
         settings["chat_template"] = template
-    ends = (_id(file, x, len(tokens)) for x in ("eos", "eot", "eom"))
+    ends = [_id(file, x, len(tokens)) for x in ("eos", "eot", "eom")]
+    ends += [x["id"] for x in added if x["special"] and x["content"] in ENDS]
     generation = {"eos_token_id": [*dict.fromkeys(x for x in ends if x is not None)]}
     with tempfile.TemporaryDirectory() as folder:
         contents = {TOKENIZER_FILE: document, SETTINGS_FILE: settings}

@@ -176,6 +176,14 @@ def test_tokens_that_end_messages_by_their_text_end_generation(tmp_path):
     assert tokenizer.stop_ids == (0, 3, 4)
 
 
+def test_further_chat_templates_are_read(tmp_path):
+    changes = {"tokenizer.chat_templates": ["tool_use"]}
+    changes |= {"tokenizer.chat_template.tool_use": "{{ tools }}"}
+    _, tokenizer = from_pretrained(write(tmp_path / "a.gguf", "llama3", **TOKENS, **changes))
+    default = TOKENS["tokenizer.chat_template"]
+    assert tokenizer.templates == {"default": default, "tool_use": "{{ tools }}"}
+
+
 @pytest.mark.parametrize(("factor", "is_scaled"), [(4.0, True), (0.0, False), (1.0, False)])
 def test_a_factor_of_positions_without_a_type_is_linear(factor, is_scaled, tmp_path):
     path = write(tmp_path / "a.gguf", "llama2", **{"llama.rope.scaling.factor": factor})

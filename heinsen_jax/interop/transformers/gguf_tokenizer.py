@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from heinsen_jax.data.tokenizer_files import GENERATION_FILE
+from heinsen_jax.data.tokenizer_files import DEFAULT, GENERATION_FILE
 from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError
@@ -104,8 +104,14 @@ def _tokenizer(file: Gguf, name: str) -> PretrainedTokenizer | None:
         "add_prefix_space": model == "llama" and _has_prefix(file),
         **{f"{x}_token": tokens[i] for x, i in ids.items() if i is not None},
     }
-    if template := file.field("tokenizer.chat_template", None):
-        settings["chat_template"] = template
+    templates = {DEFAULT: "tokenizer.chat_template"}
+    further = file.field("tokenizer.chat_templates", [])
+    templates |= {name: f"tokenizer.chat_template.{name}" for name in further}
+    settings["chat_template"] = [
+        {"name": name, "template": template}
+        for name, field in templates.items()
+        if (template := file.field(field, None))
+    ]
     ends = [_id(file, x, len(tokens)) for x in ("eos", "eot", "eom")]
     ends += [x["id"] for x in added if x["special"] and x["content"] in ENDS]
     generation = {"eos_token_id": [*dict.fromkeys(x for x in ends if x is not None)]}

@@ -184,6 +184,14 @@ def test_further_chat_templates_are_read(tmp_path):
     assert tokenizer.templates == {"default": default, "tool_use": "{{ tools }}"}
 
 
+def test_numbers_are_the_shortest_decimals(tmp_path):
+    changes = {"llama.rope.freq_base": 1000042.0, "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    changes |= {"llama.rope.scaling.factor": 2.1}
+    config = Gguf(write(tmp_path / "a.gguf", "llama2", **changes)).config()
+    assert (config["rope_theta"], config["rms_norm_eps"]) == (1000042.0, 1e-5)
+    assert config["rope_scaling"]["factor"] == 2.1
+
+
 @pytest.mark.parametrize(("factor", "is_scaled"), [(4.0, True), (0.0, False), (1.0, False)])
 def test_a_factor_of_positions_without_a_type_is_linear(factor, is_scaled, tmp_path):
     path = write(tmp_path / "a.gguf", "llama2", **{"llama.rope.scaling.factor": factor})

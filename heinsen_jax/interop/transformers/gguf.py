@@ -156,8 +156,8 @@ class Gguf:
 
     @staticmethod
     def _rounded(value: Any) -> Any:
-        """Round a number of float32 to 6 digits: 1e-5 is stored as 9.99999975e-06."""
-        return float(f"{value:.6g}") if isinstance(value, float) else value
+        """The shortest decimal of a number of float32: 1e-5 is stored as 9.99999975e-06."""
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def _rope_scaling(self) -> JSON:
         kind, factor = (self._of_model(name, None) for name in SCALING)
@@ -172,7 +172,7 @@ class Gguf:
                 )
             if divisors is not None:
                 raise UserError(f"{self.path}: {FREQUENCIES} with {SCALING[0]} is unsupported")
-            return {"rope_type": kind, "factor": factor}
+            return {"rope_type": kind, "factor": self._rounded(factor)}
         if divisors is None:
             return None
         given = divisors.data

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop.transformers import from_pretrained, import_model
+from heinsen_jax.interop.transformers.__main__ import main
 from heinsen_jax.interop.transformers.gguf import Gguf
 from heinsen_jax.interop.transformers.gguf_tokenizer import PRE_TOKENIZERS, _merges_of
 from heinsen_jax.pytrees import flatten_with_names
@@ -197,6 +198,15 @@ def test_a_factor_of_positions_without_a_type_is_linear(factor, is_scaled, tmp_p
     path = write(tmp_path / "a.gguf", "llama2", **{"llama.rope.scaling.factor": factor})
     scaling = {"rope_type": "linear", "factor": factor} if is_scaled else None
     assert Gguf(path).config()["rope_scaling"] == scaling
+
+
+def test_a_model_may_be_imported_in_bfloat16(monkeypatch, tmp_path):
+    path = write(tmp_path / "a.gguf", "llama3", **TOKENS)
+    words = ["import", str(path), "--workdir", str(tmp_path / "run"), "--param-dtype", "bfloat16"]
+    monkeypatch.setattr("sys.argv", ["program", *words])
+    assert main() == 0
+    model, _, _ = load_run(tmp_path / "run")
+    assert model.config.param_dtype == model.embed.embedding.dtype == "bfloat16"
 
 
 def factors(factor: float) -> np.ndarray:

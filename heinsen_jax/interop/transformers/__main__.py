@@ -13,6 +13,7 @@ from typing import Annotated
 from heinsen_jax.errors import command_line, printable
 from heinsen_jax.interop import transformers
 from heinsen_jax.interop.transformers.checkpoint import StoredDtype
+from heinsen_jax.models.config import Dtype
 from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runtime.arguments import Form, only, parse_command
 from heinsen_jax.typing import config_dataclass
@@ -30,6 +31,9 @@ class ImportOptions:
     """Branch, tag or commit of the repository."""
     allow_nonfinite: bool = False
     """Accept weights that are NaN or infinite."""
+    param_dtype: Dtype | None = None
+    """Dtype of parameters except for vectors; when None, bfloat16 if the files have all of them in
+    it, else float32."""
 
 
 @config_dataclass
@@ -55,6 +59,7 @@ def main() -> None:
                 options.workdir,
                 revision=options.revision,
                 allow_nonfinite=options.allow_nonfinite,
+                param_dtype=options.param_dtype,
             )
             print(printable(f"imported into {folder}"))
         case ExportOptions() as options:

@@ -185,6 +185,7 @@ def import_model(
     *,
     revision: str | None = None,
     allow_nonfinite: bool = False,
+    param_dtype: Dtype | None = None,
 ) -> Path:
     """Write the configuration, the weights and the tokenizer of a model of transformers to a new
     folder, which the commands of this package accept as `--workdir`.
@@ -198,6 +199,7 @@ def import_model(
       workdir: a new or empty folder.
       revision: branch, tag or commit of the repository.
       allow_nonfinite: whether weights may be NaN or infinite.
+      param_dtype: dtype of the parameters, as for `from_pretrained`.
 
     Returns:
       The folder.
@@ -209,7 +211,11 @@ def import_model(
     output = local_path(workdir, "--workdir")
     check_new_folder(output)
     model, tokenizer = from_pretrained(
-        name, revision=revision, on_host=True, allow_nonfinite=allow_nonfinite
+        name,
+        revision=revision,
+        on_host=True,
+        allow_nonfinite=allow_nonfinite,
+        param_dtype=param_dtype,
     )
     if tokenizer is None:
         raise UserError(

@@ -280,7 +280,9 @@ def test_subwords_of_sentencepiece_are_merged_by_their_scores(tmp_path):
         ("gpt-2", "it's 1234 é", ["it", "'s", "Ġ1234", "ĠÃ©"]),
         ("smollm", "it's 12 é", ["it", "'s", "Ġ", "1", "2", "ĠÃ©"]),
         ("llama-bpe", "It'S 1234\n\n!", ["It", "'S", "Ġ", "123", "4", "ĊĊ", "!"]),
+        ("lfm2", "1234", ["123", "4"]),
         ("qwen2", "it's 12 a", ["it", "'s", "Ġ", "1", "2", "Ġa"]),
+        ("deepseek-r1-qwen", "12", ["1", "2"]),
     ],
 )
 def test_texts_are_divided_as_by_the_original_tokenizers(pre, text, words):

@@ -59,8 +59,14 @@ class PreTokenizer(NamedTuple):
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer([_byte_level(True)]),
     "smollm": PreTokenizer([{"type": "Digits", "individual_digits": True}, _byte_level(True)]),
-    "llama-bpe": PreTokenizer(_split(r"\p{N}{1,3}"), ignore_merges=True, adds_start=True),
-    "qwen2": PreTokenizer(_split(r"\p{N}"), normalizer={"type": "NFC"}),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+        PreTokenizer(_split(r"\p{N}{1,3}"), ignore_merges=True, adds_start=True),
+    ),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "megrez"),
+        PreTokenizer(_split(r"\p{N}"), normalizer={"type": "NFC"}),
+    ),
 }
 """By `tokenizer.ggml.pre`."""
 

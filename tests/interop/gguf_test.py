@@ -229,10 +229,10 @@ def test_scaled_positions_of_llama_3_are_read_from_their_factors(tmp_path):
         writer.close()
         return Gguf(tmp_path / "a.gguf").config()["rope_scaling"]
 
-    for factor in (8.0, 32.0):
+    for factor in (8.0, 16.0, 32.0):
         assert scaling(factors(factor))["factor"] == factor
     with pytest.raises(UserError, match="do not belong to Llama 3"):
-        scaling(factors(16.0))
+        scaling(factors(8.0)[::-1])
 
 
 def merged(text: str, scores: dict[str, float]) -> list[str]:

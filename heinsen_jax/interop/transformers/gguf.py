@@ -47,8 +47,6 @@ SCALING = "rope.scaling.type", "rope.scaling.factor"
 IRRELEVANT = {"vocab_size", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 FREQUENCIES = "rope_freqs.weight"
 """Tensor of the factors by which Llama 3 divides its rotary frequencies."""
-ROPE_FACTORS = 8.0, 32.0
-"""Factors of Llama 3.1 and 3.2."""
 
 
 DAMAGED = (OSError, ValueError, TypeError, IndexError, KeyError, OverflowError, NotImplementedError)
@@ -178,20 +176,20 @@ class Gguf:
         given = divisors.data
         base, depth = self._of_model("rope.freq_base", 1e4), 2 * given.size
         waves = 2 * np.pi * base ** (2 * np.arange(given.size) / depth)
-        for factor in ROPE_FACTORS:  # equations of transformers' `llama3`
-            smooth = np.clip((8192 / waves - 1) / (4 - 1), 0, 1)
-            if np.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4):
-                return {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                }
-        raise UserError(
-            f"{self.path}: the factors in {FREQUENCIES} do not belong to Llama 3.1 or 3.2; choose "
-            "the files of the original model"
-        )
+        smooth = np.clip((8192 / waves - 1) / (4 - 1), 0, 1)  # equations of transformers' `llama3`
+        factor = self._rounded(float(given.max()))
+        if not np.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4):
+            raise UserError(
+                f"{self.path}: the factors in {FREQUENCIES} do not belong to Llama 3; choose "
+                "the files of the original model"
+            )
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
 
     @cached_property
     def _names(self) -> dict[str, str]:

@@ -333,6 +333,13 @@ def test_other_fields_are_refused(kind, fields, message):
         family_of({"model_type": kind, **SIZES, **fields}, Path("config.json"))
 
 
+def test_fields_that_are_missing_have_the_defaults_of_transformers():
+    assert options("mistral", "window_size", **LLAMA) == [4096]
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    lengths = {"max_position_embeddings": 64}
+    assert options("llama", "rotary_original_length", **LLAMA, **lengths, rope_scaling=yarn) == [64]
+
+
 def test_sizes_and_norms():
     llama = model("llama", **LLAMA)
     assert (llama.norm_kind, llama.norm_epsilon, llama.mlp_kind) == ("rms", 1e-5, "swiglu")

@@ -403,7 +403,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
         ("llama3", {"hidden_size": ...}, "hidden_size: Field required"),
         ("llama3", {"hidden_size": "16"}, "hidden_size='16' is unsupported"),
         ("llama3", {"rope_parameters": DYNAMIC}, r"rope_parameters\.rope_type='dynamic' is unsup"),
-        ("llama3", {"rope_parameters": YARN}, "rope_type yarn needs original_max_position_embeddi"),
+        (
+            "llama3",
+            {"rope_parameters": YARN, "max_position_embeddings": ...},
+            "rope_type yarn needs original_max_position_embeddings; add it$",
+        ),
         (
             "llama3",
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...},
@@ -457,7 +461,6 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is unsupported"),
         ("qwen2", {"vocab_size": 267}, "vocab_size=267 is less than the 268 tokens of"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types\.0='sliding_attention"),
-        ("mistral", {"sliding_window": ...}, "sliding_window: Field required"),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is unsupported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True is unsupp"),
         (
@@ -491,6 +494,7 @@ def test_unsupported_fields_are_named_before_weights_are_read(name, changes, mes
         ("llama3", {"quantization_config": None, "temperature": 0.6, "top_p": 0.9}),
         ("llama3", {"is_encoder_decoder": False, "tie_encoder_decoder": False}),
         ("gpt_neox", {"add_cross_attention": False, "use_bfloat16": False}),
+        ("llama3", {"max_sequence_length": 2048}),
         ("qwen2", {"output_scores": False, "early_stopping": False, "num_beam_groups": 1}),
     ],
 )

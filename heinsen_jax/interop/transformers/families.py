@@ -58,7 +58,7 @@ class Mistral(LlamaLike):
     model_type = "mistral"
     architecture = "MistralForCausalLM"
 
-    sliding_window: Size | None
+    sliding_window: Size | None = 4096
 
     @property
     def window(self) -> int | None:
@@ -279,6 +279,9 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
                 include={"partial_rotary_factor", "rope_theta"}
             )
             rope |= {name: x.value for name, x in given.items()}
+            length = known.get("max_position_embeddings")
+            if rope.get("rope_type") in ("llama3", "yarn") and length is not None:
+                rope.setdefault("original_max_position_embeddings", length)
             known = {name: x for name, x in known.items() if name not in outer} | {"rope": rope}
         return family.model_validate(known)
     except pydantic.ValidationError as error:

@@ -29,7 +29,7 @@ IRRELEVANT = MISSING | {
     "tf_legacy_loss",
     # tokens, and lengths that no parameter depends on
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("tokenizer_class", "prefix", "n_ctx"),
+    *("tokenizer_class", "prefix", "n_ctx", "max_sequence_length"),
     # training
     *("initializer_range", "gradient_checkpointing", "pretraining_tp"),
     *("attention_dropout", "hidden_dropout", "classifier_dropout"),

@@ -196,7 +196,11 @@ def _no_run(run: RunFolder) -> str:
     if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
         return f"{message}; give one of the folders in it that do: {', '.join(runs)}"
     command = shlex.join(("--config", "quickstart", "--workdir", str(run)))
-    return f"{message}; train one with `python -m heinsen_jax.train {command}`"
+    return (
+        f"{message}; train one with `python -m heinsen_jax.train {command}`, or import a model of "
+        "transformers with `python -m heinsen_jax.interop.transformers import owner/name "
+        "--workdir DIR`"
+    )
 
 
 def _no_checkpoint(run: RunFolder) -> str:

@@ -311,7 +311,10 @@ def test_texts_are_divided_as_by_the_original_tokenizers(pre, text, words):
         (TOKENS | {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre=None is unsupported"),
         (TOKENS | {"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre='tekken' is unsupported"),
         (TOKENS | {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model='t5' is unsupported"),
-        (TOKENS | {"llama.feed_forward_length": 25}, "down_proj.weight has shape .*, but config"),
+        (
+            TOKENS | {"llama.feed_forward_length": 25},
+            "down_proj.weight has shape .*, but its header describes .*; fetch it again, or choos",
+        ),
     ],
 )
 def test_other_fields_are_refused(changes, message, tmp_path):

@@ -653,6 +653,10 @@ def test_a_repository_is_downloaded(monkeypatch, tmp_path):
     assert requested == [("them/tiny", "main")]
     with pytest.raises(UserError, match="them/none is not a local folder, and could not be downl"):
         from_pretrained("them/none")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(tmp_path / "empty"))
+    with pytest.raises(UserError, match=r"^them/tiny-GGUF holds no model .* download a .gguf"):
+        from_pretrained("them/tiny-GGUF")
 
 
 @pytest.mark.nightly

@@ -365,7 +365,7 @@ def test_errors_of_verification_reach_all_processes(tmp_path, monkeypatch, name)
 
 
 def test_a_folder_without_a_run_names_the_command(tmp_path):
-    with pytest.raises(UserError, match=r"holds no run .* train one with"):
+    with pytest.raises(UserError, match=r"holds no run .* train one with .* or import"):
         load_run(tmp_path)
 
 

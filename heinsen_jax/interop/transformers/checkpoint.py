@@ -71,7 +71,9 @@ class Checkpoint:
         self._files: dict[Path, Any] = {folder: of_file}
         self._divided: dict[str, tuple[list[Tensor], slice]] = {}
         index = None
+        self._config, self._remedy = "its header", FETCH_AGAIN
         if of_file is None:
+            self._config, self._remedy = "config.json", "correct that file"
             index, self._files = _opened(folder)
         merged = {
             "model." + name.removeprefix(text_prefix)
@@ -138,8 +140,8 @@ class Checkpoint:
             self._divided[name] = parts, rows
 
     def check_sizes(self, config: LanguageModelConfig) -> None:
-        """Compare the sizes in `config.json` with the files, before names are built or memory is
-        allocated for them.
+        """Compare the sizes in the configuration with the files, before names are built or memory
+        is allocated for them.
 
         Raises:
           UserError: they differ.
@@ -156,8 +158,8 @@ class Checkpoint:
         number = config.num_layers if "{}" in stacked else places_of(config)[-1]["mlp"] + 1
         if len(layers) != number:
             raise UserError(
-                f"{self.folder}: config.json describes {number} layers, but the weights have "
-                f"{len(layers)}; correct that file, or fetch the weights again"
+                f"{self.folder}: {self._config} describes {number} layers, but the weights have "
+                f"{len(layers)}; {self._remedy}, or choose another model"
             )
 
     def check_count(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -166,8 +168,8 @@ class Checkpoint:
         for name, shape in shapes.items():
             if math.prod(shape) > total:
                 raise UserError(
-                    f"{self.folder}: config.json describes a parameter {name} of {[*shape]}, but "
-                    f"all tensors have {total} values; correct that file, or choose another model"
+                    f"{self.folder}: {self._config} describes a parameter {name} of {[*shape]}, "
+                    f"but all tensors have {total} values; {self._remedy}, or choose another model"
                 )
 
     def _tensors(self, path: Path) -> list[Tensor]:
@@ -201,14 +203,14 @@ class Checkpoint:
                     fix += ", or set tie_word_embeddings to true in config.json"
                 raise UserError(f"{self.folder}: tensor {name} is missing; {fix}")
             raise UserError(
-                f"{tensors[name].path}: tensor {name} is no part of the model that "
-                "config.json describes; correct that file, or choose another model"
+                f"{tensors[name].path}: tensor {name} is no part of the model that {self._config} "
+                f"describes; {self._remedy}, or choose another model"
             )
         for name, shape in expected.items():
             if (tensor := tensors[name]).shape != shape:
                 raise UserError(
-                    f"{tensor.path}: tensor {name} has shape {[*tensor.shape]}, but config.json "
-                    f"describes {[*shape]}; correct that file, or choose another model"
+                    f"{tensor.path}: tensor {name} has shape {[*tensor.shape]}, but {self._config} "
+                    f"describes {[*shape]}; {self._remedy}, or choose another model"
                 )
 
     def read(self, name: str) -> np.ndarray:

@@ -102,6 +102,11 @@ def from_pretrained(
             check_format(folder)
         if not folder.is_dir():
             folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
+            if not (folder / TRANSFORMERS_CONFIG).exists():
+                raise UserError(
+                    f"{name} holds no model of transformers ({TRANSFORMERS_CONFIG} is missing); "
+                    f"choose another repository, or download a {GGUF} file and give its path"
+                )
         path = folder / TRANSFORMERS_CONFIG
         values = text_part(read_json(path), path)
     family = family_of(values, path)

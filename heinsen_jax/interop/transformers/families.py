@@ -138,6 +138,13 @@ class Phi3(LlamaLike):
             raise ValueError(f"rope_type={self.rope.rope_type!r} is unsupported in phi3")
         return self
 
+    def to_json(self) -> dict[str, JSON]:
+        """The fields, with the original length for llama.cpp; without LongRoPE, it is the same."""
+        fields = super().to_json()
+        if self.max_position_embeddings is not None:
+            fields["original_max_position_embeddings"] = self.max_position_embeddings
+        return fields
+
     @property
     def window(self) -> int | None:
         return self.sliding_window

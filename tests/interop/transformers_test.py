@@ -26,7 +26,12 @@ from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.text import sample
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.harness import HarnessModel
-from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
+from heinsen_jax.interop.transformers import (
+    from_pretrained,
+    import_model,
+    pretrained,
+    to_pretrained,
+)
 from heinsen_jax.interop.transformers.__main__ import main
 from heinsen_jax.interop.transformers.families import family_of
 from heinsen_jax.interop.transformers.matching import family_for
@@ -370,6 +375,13 @@ def test_fields_of_parts_that_are_not_written_are_not_copied(tmp_path):
     like = changed("qwen3_5", tmp_path / "a", **parts)
     written = to_pretrained(from_pretrained(like)[0], tmp_path / "b", like=like)
     assert not parts.keys() & fields(written).keys()
+
+
+def test_tensors_are_written_without_another_copy(monkeypatch, tmp_path):
+    written = {}
+    monkeypatch.setattr(pretrained, "save_weights", lambda _, arrays, **__: written.update(arrays))
+    to_pretrained(from_pretrained(FOLDER / "llama3")[0], tmp_path / "a", dtype="bfloat16")
+    assert all(x.flags.c_contiguous for x in written.values())
 
 
 def test_too_large_values_are_refused(tmp_path):

@@ -342,7 +342,8 @@ def _tensors(
 
     def stored(name: str, value: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
-            tensor = value.astype(kind := dtypes.get(name, dtype))
+            # in the order of the file, so that writing does not copy it again
+            tensor = np.asarray(value, kind := dtypes.get(name, dtype), order="C")
         if np.any(np.isinf(tensor.astype(np.float32)) & np.isfinite(value)):
             raise UserError(f"dtype={kind}: {name} exceeds its range; choose float32")
         return tensor

@@ -165,7 +165,7 @@ class StudyResults:
     def largest_spread(self) -> float:
         return max(x.spread(self.study.metric) for x in self.results.values())
 
-    def _seeds(self, prefix: str) -> list[tuple[float, ...]]:
+    def _seeds(self, prefix: str) -> list[list[float]]:
         """Metrics of the seeds of each result whose label begins with a prefix."""
         named = ((" ".join(labels), x) for labels, x in self.results.items())
         return [x.values(self.study.metric) for name, x in named if name.startswith(prefix)]

@@ -114,7 +114,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(pretrained):
 
 def test_a_line_without_an_answer_is_not_in_the_conversation(pretrained, monkeypatch):
     monkeypatch.setattr(Engine, "remaining", lambda *_: 0)
-    with pytest.raises(UserError, match="the conversation has reached"):
+    with pytest.raises(UserError, match=r"model 0 positions left .*: /reset starts over"):
         "".join(pretrained.answer("exact"))
     assert pretrained.messages == []
 
@@ -181,6 +181,6 @@ def test_answers_begin_without_the_space_of_a_word(sentencepiece, monkeypatch):
 
 def test_stop_strings_are_sought_in_texts_without_the_space_of_a_word(sentencepiece):
     row = np.array(sentencepiece.encode("the the"))
-    assert _until_stop(sentencepiece, [" "], True, row) == ("the", True)
-    assert _until_stop(sentencepiece, [" "], False, row) == ("", True)
-    assert _until_stop(sentencepiece, ["x"], True, row) == ("the the", False)
+    assert _until_stop(sentencepiece, [" "], True, "replace", row) == ("the", True)
+    assert _until_stop(sentencepiece, [" "], False, "replace", row) == ("", True)
+    assert _until_stop(sentencepiece, ["x"], True, "replace", row) == ("the the", False)

@@ -163,15 +163,16 @@ class Chat:
         left = self.engine.remaining(state)
         if left < len(tokens):
             raise UserError(
-                f"the message has {len(tokens)} tokens, and the model {left} positions left "
+                f"{len(tokens)} tokens precede the answer, and the model has {left} positions left "
                 f"(model.max_length={self.engine.config.max_length}): /reset starts over"
             )
-        needed = int(min(len(tokens) + self.max_new_tokens, left))
+        number = int(min(self.max_new_tokens, left - len(tokens) + 1))  # the last is not fed
+        needed = len(tokens) + number - 1
         self.engine.config.warn_beyond_trained_length(len(self.position.read) + needed)
         written, sampler = b"", replace(self.sampler, key=key)
         state = self.engine.reserve(state, needed)  # in one call, not per token
         new = continued(self.engine, np.asarray(tokens, np.int32), sampler, state, needed)
-        for token, after in itertools.islice(new, needed - len(tokens) or 1):
+        for token, after in itertools.islice(new, number):
             self.position = Position(after, (*self.position.read, *tokens), (token,))
             tokens = [token]
             yield token

@@ -81,7 +81,7 @@ def complete(
         raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
         raise UserError("prompts and stop must be lists of strings: wrap a single string in a list")
-    if any(isinstance(x, int | np.integer) for x in prompts):
+    if any(not isinstance(x, str) and np.ndim(x) == 0 for x in prompts):
         raise UserError("prompts must be texts or lists of ids: wrap the ids of one in a list")
     if "" in stop:
         raise UserError("stop contains an empty string, which would stop every sample immediately")

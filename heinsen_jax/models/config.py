@@ -182,11 +182,11 @@ class LanguageModelConfig:
                 f"max_length={self.max_length} with positions={self.position_kind!r}; set it for "
                 "learned positions, and only for those"
             )
-        has_mlp_fields = self.mlp or self.mlp_dim or self.mlp_ratio != 4 or self.mlp_multiplier != 1
+        has_mlp_fields = self.mlp or self.mlp_dim or self.mlp_multiplier != 1
         if BLOCKS[self.block].mlp is None and has_mlp_fields:
             raise ValueError(
-                f"mlp, mlp_dim, mlp_ratio and mlp_multiplier with block={self.block!r}: that block "
-                "has no MLP; leave them out, or choose block='standard'"
+                f"mlp, mlp_dim and mlp_multiplier with block={self.block!r}: that block has no "
+                "MLP; leave them out, or choose block='standard'"
             )
         if self.mlp_gate_multiplier != 1 and self.mlp_kind not in GATED:
             raise ValueError(

@@ -238,7 +238,7 @@ def _equal_on_devices(mesh_axes: frozenset[str], x: Array, spec: PartitionSpec) 
     mean = partial(lax.pmean, axis_name=tuple(sorted(shared)))
     if jnp.isrealobj(x):
         return mean(x)
-    return lax.complex(mean(x.real), mean(x.imag))  # a sum of log 0 + 0j would have NaN
+    return lax.complex(mean(x.real), mean(x.imag))  # log 0 + 0j divided by a number is NaN
 
 
 def _sizes(arrays: Mapping[str, PyTree], axes: Mapping[str, list[Axes]]) -> dict[Axis, int]:

@@ -22,7 +22,7 @@ WINDOW = sweeps.WINDOW
 
 def log(mlp_dim: int = 512, **options: int | float | str) -> dict[str, FieldValue]:
     """Fields of layers of log-attention with other options."""
-    layer = Layers("log", options=options) if options else "log"
+    layer = Layers("log", options=options) if options else "log"  # as in code_contexts
     return {"model.attention": layer, "model.mlp_dim": mlp_dim}
 
 

@@ -117,3 +117,12 @@ def test_bad_arguments_are_named(change, message):
     arguments = {"prompts": ["a"], "max_new_tokens": 3, "top_k": 1} | change
     with pytest.raises(UserError, match=message):
         complete(build("log", **SIZES), TOKENIZER, **arguments)
+
+
+def test_bare_ids_and_numbers_as_keys_are_refused():
+    model, tokenizer = build("linear", vocab_size=264), get_tokenizer("bytes")
+    for prompts in ([1, 2], jnp.array([1, 2])):
+        with pytest.raises(UserError, match="prompts must be texts or lists of ids"):
+            complete(model, tokenizer, prompts, 2, top_k=1)
+    with pytest.raises(UserError, match=r"key=0 must be a jax\.random\.key"):
+        complete(model, tokenizer, ["ab"], 2, key=0)

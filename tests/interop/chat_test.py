@@ -114,7 +114,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(pretrained):
 
 def test_a_line_without_an_answer_is_not_in_the_conversation(pretrained, monkeypatch):
     monkeypatch.setattr(Engine, "remaining", lambda *_: 0)
-    with pytest.raises(UserError, match=r"model 0 positions left .*: /reset starts over"):
+    with pytest.raises(UserError, match=r"model has 0 positions left .*: /reset starts over"):
         "".join(pretrained.answer("exact"))
     assert pretrained.messages == []
 

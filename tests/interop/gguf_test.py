@@ -169,12 +169,12 @@ def test_a_quantized_model_is_imported_with_its_tokenizer(tmp_path):
 
 
 def test_tokens_that_end_messages_by_their_text_end_generation(tmp_path):
-    """Only control tokens."""
+    """Whatever their type."""
     tokens = ["<s>", "a", "b", "ab", "<|im_end|>", "<|end|>", "1"]
     changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["a b"]}
     changes |= {"tokenizer.ggml.token_type": [3, 1, 1, 1, 3, 1, 1]}
     _, tokenizer = from_pretrained(write(tmp_path / "a.gguf", "llama3", **TOKENS | changes))
-    assert tokenizer.stop_ids == (0, 3, 4)
+    assert tokenizer.stop_ids == (0, 3, 4, 5)
 
 
 def test_further_chat_templates_are_read(tmp_path):

@@ -518,3 +518,9 @@ def test_a_bidirectional_window_raises():
         NotImplementedError, match="local_window_size: unsupported with is_causal=False"
     ):
         additive_weights(LOGITS, is_causal=False, local_window_size=3)
+
+
+def test_states_with_a_window_do_not_merge():
+    state = AdditiveState.empty((), 1, 2, local_window_size=3)
+    with pytest.raises(ValueError, match="states with a window cannot be merged"):
+        state.merge(state)

@@ -1,6 +1,7 @@
 """Rules of masks, and the tiles of keys that they make visible."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,3 +54,10 @@ def test_windows_are_not_compared_key_by_key(monkeypatch):
 
 def test_a_window_may_be_an_integer_of_numpy():
     assert masks.reach(np.int64(3), is_causal=True) == masks.reach(3, is_causal=True) == (2, 0)
+
+
+@pytest.mark.parametrize("pair", [(0.5, 0), (1, True), (-1, 0), (1, 2, 3)])
+def test_pairs_are_two_integers(pair):
+    assert masks.reach((np.int64(3), 1), is_causal=False) == (3, 1)
+    with pytest.raises(ValueError, match="local_window_size must be a pair of integers >= 0"):
+        masks.reach(pair, is_causal=False)

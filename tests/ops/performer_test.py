@@ -255,3 +255,8 @@ def test_invalid_features_raise():
         orthogonal_features(jax.random.key(0), 0, 3)
     with pytest.raises(ValueError, match="scaling must be 0 or 1"):
         orthogonal_features(jax.random.key(0), 4, 3, scaling=2)  # pyright: ignore
+
+
+def test_features_in_bfloat16():
+    rows = orthogonal_features(jax.random.key(0), 4, 2, dtype=jnp.bfloat16)
+    assert (rows.shape, rows.dtype) == ((4, 2), jnp.bfloat16)

@@ -282,3 +282,9 @@ def test_padding_on_the_left_is_refused():
         )
     with pytest.raises(NotImplementedError, match="padding on the left"):
         block_sums(X[:, 0], 3, key_value_seq_lengths=np.array([1, 6]))
+
+
+def test_buckets_of_positions_in_small_dtypes():
+    positions = jnp.array([-3, 3, -100])
+    wide = relative_position_bucket(positions)
+    np.testing.assert_array_equal(relative_position_bucket(positions.astype(jnp.int8)), wide)

@@ -48,8 +48,7 @@ def test_data_that_changed_after_training_is_refused(small, tmp_path, monkeypatc
         assert "the content of its data has changed since training" in capsys.readouterr().err
 
 
-def test_lengths_and_starts_that_cannot_be_are_refused(small, tmp_path, monkeypatch, capsys):
-    """Sequences longer than the model's positions; a start that `--restart` would move aside."""
+def test_sequences_beyond_max_length_are_refused(small, tmp_path, monkeypatch, capsys):
     length = small.data.sequence_length
     model = replace(small.model, max_length=length, positions="learned")
     training = replace(small.training, steps=1, sample_tokens=0)
@@ -60,10 +59,22 @@ def test_lengths_and_starts_that_cannot_be_are_refused(small, tmp_path, monkeypa
     assert main() == 2
     message = f"sequences of {length + 1} tokens exceed model.max_length={length}"
     assert message in capsys.readouterr().err
-    again = replace(config, training=replace(training, start=str(tmp_path / ".")))
-    with pytest.raises(UserError, match=r"training\.start=.* --restart moves aside"):
-        prepare_run(again, tmp_path, restart=True)
-    load_model(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["training.start", "distillation.teacher"])
+def test_a_restart_refuses_to_move_its_start_aside(small, tmp_path, place):
+    training = replace(small.training, steps=1, sample_tokens=0)
+    config = replace(small, training=training)
+    train(prepare_run(config, tmp_path / "run"))
+    (tmp_path / "other").mkdir()
+    same = str(tmp_path / "other" / ".." / "run")
+    if place == "training.start":
+        config = replace(config, training=replace(training, start=same))
+    else:
+        config = replace(config, distillation=replace(config.distillation, teacher=same))
+    with pytest.raises(UserError, match=rf"{place}=.* --restart moves aside"):
+        prepare_run(config, tmp_path / "run", restart=True)
+    load_model(tmp_path / "run")
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

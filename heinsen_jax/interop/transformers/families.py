@@ -139,7 +139,7 @@ class Phi3(LlamaLike):
         return self
 
     def to_json(self) -> dict[str, JSON]:
-        """The fields, with the original length for llama.cpp; without LongRoPE, it is the same."""
+        """The fields, with `original_max_position_embeddings`, which llama.cpp needs."""
         fields = super().to_json()
         if self.max_position_embeddings is not None:
             fields["original_max_position_embeddings"] = self.max_position_embeddings

@@ -20,7 +20,7 @@ ENDS = {
     *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>"),
     "<｜end▁of▁sentence｜>",
 }
-"""Control tokens that end generation in llama.cpp by their text."""
+"""Tokens that end generation in llama.cpp by their text, whatever their type."""
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -119,7 +119,7 @@ def _tokenizer(file: Gguf, name: str) -> PretrainedTokenizer | None:
         if (template := file.field(field, None))
     ]
     ends = [_id(file, x, len(tokens)) for x in ("eos", "eot", "eom")]
-    ends += [x["id"] for x in added if x["special"] and x["content"] in ENDS]
+    ends += [i for i, token in enumerate(tokens) if token in ENDS]
     generation = {"eos_token_id": [*dict.fromkeys(x for x in ends if x is not None)]}
     with tempfile.TemporaryDirectory() as folder:
         contents = {TOKENIZER_FILE: document, SETTINGS_FILE: settings}

@@ -274,7 +274,8 @@ def to_pretrained(
 
     Raises:
       UserError: no supported model of transformers has this architecture; the dtype is unsupported,
-        or a value is too large for it; the tokenizer has no `tokenizer.json`; the folder is not
+        or a value is too large for it; the tokenizer cannot be converted to
+        `tokenizer.json`; the folder is not
         empty; or it cannot be written.
     """
     output = local_path(folder, "folder")

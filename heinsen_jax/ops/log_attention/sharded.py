@@ -91,7 +91,8 @@ def sharded_log_attention(
     sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
     empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
     before = initial_state
-    if before is not None and has_decay != (before.log_decay is not None):
+    differs = before is not None and has_decay != (before.log_decay is not None)
+    if differs:
         decay = jnp.zeros_like(before.log_z) if has_decay else None
         initial_state = replace(before, log_decay=decay)
 
@@ -113,6 +114,4 @@ def sharded_log_attention(
     )
     if not return_state:
         return y
-    if before is None or has_decay == (before.log_decay is not None):
-        return y, state
-    return y, replace(state, log_decay=before.log_decay)
+    return y, replace(state, log_decay=before.log_decay) if differs else state

@@ -131,7 +131,7 @@ def log_window_attention(
       return_state: whether to also return the state after all T tokens, in the dtype of the initial
         state.
       implementation: of log-attention, as in `log_attention`; without "reference". For second and
-        forward-mode derivatives, give "scan".
+        forward-mode derivatives, give "scan", which stores the scores of all T x T pairs.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogWindowState`.

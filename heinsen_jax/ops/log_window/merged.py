@@ -139,6 +139,7 @@ def _mix(
         rule=Window(window_size - 1),
         ids=None if tokens.runs is None else (tokens.runs[:, num_keys - length :], tokens.runs),
         offset=num_keys - length,
+        # tiles have no forward-mode derivatives
         implementation="xla" if isinstance(attention, Scan) else None,
     )
     count = num_keys - window_size  # tokens that leave the window, each read by one query

@@ -88,16 +88,16 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
             )
         parts.append(f"{chosen}; {how}.")
     measured = [result for result in results if result.values(study.metric)]
+    every = [run.labels for run in study.first_seed_runs()] if tuned else []
     for axis in tuned:
-        allowed = _allowed(study, axis)
         at_ends, alone = ({label: [] for label in study.axes[axis]} for _ in range(2))
         for x in measured:
-            row = " ".join(x.compared.values())
-            labels, best = allowed.get(row, [*study.axes[axis]]), x.tuned[axis]
+            row, best = f"`{' '.join(x.compared.values())}`", x.tuned[axis]
+            labels = [*dict.fromkeys(y[axis] for y in every if x.compared.items() <= y.items())]
             if len(labels) == 1:
-                alone[best].append(f"`{row}`")
+                alone[best].append(row)
             elif best in (labels[0], labels[-1]):
-                at_ends[best].append(f"`{row}`")
+                at_ends[best].append(row)
         if any(alone.values()):
             parts.append(f"Rows with one {_words(axis)} only, without a search: {_by(alone)}.")
         if any(at_ends.values()):
@@ -107,15 +107,6 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
                 f"may exist, for {'all rows' if is_all else _by(at_ends)}."
             )
     return parts
-
-
-def _allowed(study: Study, axis: str) -> dict[str, list[str]]:
-    """The labels of a tuned axis that a study has for each row, in order."""
-    groups = ([run.labels for run in runs] for runs in study.groups())
-    return {
-        " ".join(study.compared(labels[0]).values()): [*dict.fromkeys(x[axis] for x in labels)]
-        for labels in groups
-    }
 
 
 def _by(rows: Mapping[str, Sequence[str]]) -> str:

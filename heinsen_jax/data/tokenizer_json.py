@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from heinsen_jax.data.tokenizer_protocol import SETTINGS_FILE, TOKENIZER_FILE
 from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
 from heinsen_jax.storage.files import write_atomically
+from heinsen_jax.typing import JSON
 
 ENDS_OF_TEXT = {
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]"),
@@ -41,6 +42,22 @@ _CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 def spelled(token: bytes) -> str:
     """The spelling of a token in byte-level BPE."""
     return "".join(map(_CHARACTERS.__getitem__, token))
+
+
+def bpe_model(vocab: Mapping[str, int], merges: Sequence[JSON]) -> dict[str, JSON]:
+    """The model of a `tokenizer.json` of BPE, by the ids and merges of its tokens."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {**vocab},
+        "merges": [*merges],
+    }
 
 
 class JsonTokenizer:

@@ -19,6 +19,7 @@ from heinsen_jax.data.tokenizer_json import (
     TOKENIZER_FILE,
     UNKNOWN,
     JsonTokenizer,
+    bpe_model,
     check_unchanged,
     read_json,
     spelled,
@@ -114,6 +115,8 @@ class TiktokenTokenizer:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         special = {rank: token for token, rank in reversed(self._special_tokens.items())}
         vocab = {spelled(token): rank for token, rank in self._ranks.items()}
+        # ids of added tokens outside of the vocabulary would have no gaps
+        vocab |= {token: rank for rank, token in special.items()}
         document = {
             "version": "1.0",
             "truncation": None,
@@ -126,19 +129,7 @@ class TiktokenTokenizer:
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": components},
             "post_processor": None,
             "decoder": {"type": "ByteLevel", **options},
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": not self._is_bytes,
-                # ids of added tokens outside of the vocabulary would have no gaps
-                "vocab": vocab | {token: rank for rank, token in special.items()},
-                "merges": self._merges(),
-            },
+            "model": bpe_model(vocab, self._merges()) | {"ignore_merges": not self._is_bytes},
         }
         return JsonTokenizer(self.name, Path(self.name), document, {"eos_token": END_OF_TEXT})
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import jax
 import pydantic
@@ -41,7 +40,7 @@ from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime import distributed
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.runtime.environment import environment
-from heinsen_jax.storage.buckets import absolute_path, is_remote
+from heinsen_jax.storage.buckets import absolute_path, resolved_path
 from heinsen_jax.storage.files import write_atomically
 from heinsen_jax.training.loop import fit_into_memory, train
 from heinsen_jax.training.prepare import Prepared, prepare_run
@@ -187,7 +186,7 @@ def _fit(stage: Stage, prepared: Prepared, overrides: Sequence[str]) -> None:
 def _with_absolute_paths(options: Options) -> Options:
     model, workdir = absolute_path(options.model), absolute_path(options.workdir)
     for folder in (workdir, *(workdir + suffix for suffix in SUFFIXES)):
-        if _resolved(folder) == _resolved(model):
+        if resolved_path(folder) == resolved_path(model):
             raise UserError(
                 f"--workdir {workdir}: a run would be written to {folder}, the folder of "
                 "--model; give another one"
@@ -232,10 +231,6 @@ def _compare(options: Options, stages: Sequence[Stage], last: Prepared) -> None:
                 text = json.dumps(record, indent=2) + "\n"
                 write_atomically(folder.files / RESULTS_FILE, text.encode())
             Console().print(table(results))
-
-
-def _resolved(path: str) -> str:
-    return path.rstrip("/") if is_remote(path) else str(Path(path).resolve())
 
 
 def _listed(parameters: Iterable[str]) -> str:

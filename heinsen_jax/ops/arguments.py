@@ -77,6 +77,11 @@ def check_tokens(
     check_array("key_value_seq_lengths", key_value_seq_lengths, lengths, jnp.integer)
 
 
+def is_integer(x: Any) -> bool:
+    """Whether x is an integer of Python or NumPy, and no bool."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
 def check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
     """Raise ValueError unless `x` is None, or has one of the shapes and a dtype of this kind."""
     if x is None:

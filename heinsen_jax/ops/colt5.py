@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.arguments import check_array, is_integer
 from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import where_empty
@@ -116,7 +116,7 @@ def _soft_top_k(
 
 def _epsilons(count: int, least: float, first: float | None, decay: float) -> list[float]:
     """Return epsilon for each iteration, and for the final weights."""
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+    if not is_integer(count) or count < 1:
         raise ValueError(f"num_iterations must be an integer >= 1, got {count!r}")
     if not least > 0:
         raise ValueError(f"epsilon must be positive, got {least}")
@@ -168,8 +168,7 @@ def route(
             f"weights must be [..., tokens] and floating point, got {weights.shape} {weights.dtype}"
         )
     check_array("mask", mask, (weights.shape,), jnp.bool_)
-    is_integer = isinstance(num_routed, int | np.integer) and not isinstance(num_routed, bool)
-    if not is_integer or num_routed < 1:
+    if not is_integer(num_routed) or num_routed < 1:
         raise ValueError(f"num_routed must be an integer >= 1, got {num_routed!r}")
     valid = jnp.ones(weights.shape, bool) if mask is None else mask
     order = lax.stop_gradient(jnp.where(valid, weights, -jnp.inf))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
 
-import numpy as np
+from heinsen_jax.ops.arguments import is_integer
 
 Span: TypeAlias = tuple[float, float]
 
@@ -176,16 +176,12 @@ def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[in
     """Return the number of visible tokens before and after a query."""
     size = local_window_size
     if isinstance(size, tuple):
-        if len(size) != 2 or not all(map(_is_integer, size)) or min(size) < 0:
+        if len(size) != 2 or not all(map(is_integer, size)) or min(size) < 0:
             raise ValueError(f"local_window_size must be a pair of integers >= 0, got {size}")
         return int(size[0]), int(size[1])
-    if not _is_integer(size) or size < 1:
+    if not is_integer(size) or size < 1:
         raise ValueError(f"local_window_size must be an integer >= 1 or a pair, got {size!r}")
     return int(size) - 1, 0 if is_causal else int(size) - 1
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def last_tokens(local_window_size: int | tuple[int, int] | None, is_causal: bool) -> int | None:

@@ -12,10 +12,9 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.arguments import check_array, is_integer
 from heinsen_jax.ops.devices import in_mesh_of_arguments, split_like
 from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.typing import Array, Features, Float, Integer, common_dtype, pytree_dataclass
@@ -209,7 +208,7 @@ def _state(
 ) -> SegmentState:
     """Check the arguments and return the initial state."""
     length = segment_length
-    if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
+    if not is_integer(length) or length < 1:
         raise ValueError(f"segment_length must be an integer >= 1, got {length!r}")
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(

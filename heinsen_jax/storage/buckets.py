@@ -49,6 +49,11 @@ def absolute_path(path: str) -> str:
     return path if is_remote(path) else str(Path(path).absolute())
 
 
+def resolved_path(path: str) -> str:
+    """One spelling of a path: on a disk, absolute and without links."""
+    return path.rstrip("/") if is_remote(path) else str(Path(path).resolve())
+
+
 def local_path(path: str | Path, field: str) -> Path:
     """The path of a file or folder on a disk.
 

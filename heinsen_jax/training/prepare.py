@@ -27,7 +27,7 @@ from heinsen_jax.runtime.distributed import (
     together,
 )
 from heinsen_jax.sharding import MeshConfig, training_mesh
-from heinsen_jax.storage.buckets import is_remote
+from heinsen_jax.storage.buckets import resolved_path
 from heinsen_jax.storage.files import joint_hash, sha256_of
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 from heinsen_jax.training.recorded import (
@@ -199,17 +199,13 @@ def prepare_in(
 
 def _check_kept(folder: RunFolder, config: ExperimentConfig) -> None:
     """Check that no model to start from is in the run that a restart moves aside."""
-
-    def resolved(path: str) -> str:
-        return path if is_remote(path) else str(Path(path).resolve())
-
     folders = {
         "training.start": config.training.start,
         "distillation.start": config.distillation.start,
         "distillation.teacher": config.distillation.teacher,
     }
     for name, path in folders.items():
-        if path is not None and resolved(path) == resolved(str(folder.shared)):
+        if path is not None and resolved_path(path) == resolved_path(str(folder.shared)):
             raise UserError(
                 f"{name}={path} is the run that --restart moves aside; choose another --workdir"
             )

@@ -400,7 +400,7 @@ def test_edge_counts_of_invalid_edges_raises():
 
 
 def test_second_derivatives_where_distances_are_equal():
-    """Those of dense attention, which is the same with all edges."""
+    """With all edges, they equal the derivatives of dense attention."""
     rng = np.random.default_rng(0)
     query, value, first, second = rng.standard_normal((4, 3, 1, 2)).astype(np.float32)
     key = np.broadcast_to(rng.standard_normal((1, 1, 2)).astype(np.float32), (3, 1, 2))

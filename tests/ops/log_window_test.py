@@ -267,3 +267,14 @@ def test_kernels_need_a_gpu():
     arrays = [np.float32(x) for x in draw(5)]
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
         ours(*arrays, implementation="gpu")
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_scan_has_forward_mode_derivatives_at_every_length(length):
+    """Also where other implementations compute the window in tiles."""
+    x = jnp.zeros((length, 1, 2))
+
+    def attend(x):
+        return log_window_attention(x, x, x, x, x, local_window_size=4, implementation="scan")
+
+    assert jax.eval_shape(lambda x: jax.jvp(attend, (x,), (x,))[1], x).shape == x.shape

@@ -71,9 +71,9 @@ class Checkpoint:
         self._files: dict[Path, Any] = {folder: of_file}
         self._divided: dict[str, tuple[list[Tensor], slice]] = {}
         index = None
-        self._config, self._remedy = "its header", FETCH_AGAIN
+        self._source, self._remedy = "its header", FETCH_AGAIN
         if of_file is None:
-            self._config, self._remedy = "config.json", "correct that file"
+            self._source, self._remedy = "config.json", "correct that file"
             index, self._files = _opened(folder)
         merged = {
             "model." + name.removeprefix(text_prefix)
@@ -158,7 +158,7 @@ class Checkpoint:
         number = config.num_layers if "{}" in stacked else places_of(config)[-1]["mlp"] + 1
         if len(layers) != number:
             raise UserError(
-                f"{self.folder}: {self._config} describes {number} layers, but the weights have "
+                f"{self.folder}: {self._source} describes {number} layers, but the weights have "
                 f"{len(layers)}; {self._remedy}, or choose another model"
             )
 
@@ -168,7 +168,7 @@ class Checkpoint:
         for name, shape in shapes.items():
             if math.prod(shape) > total:
                 raise UserError(
-                    f"{self.folder}: {self._config} describes a parameter {name} of {[*shape]}, "
+                    f"{self.folder}: {self._source} describes a parameter {name} of {[*shape]}, "
                     f"but all tensors have {total} values; {self._remedy}, or choose another model"
                 )
 
@@ -203,13 +203,13 @@ class Checkpoint:
                     fix += ", or set tie_word_embeddings to true in config.json"
                 raise UserError(f"{self.folder}: tensor {name} is missing; {fix}")
             raise UserError(
-                f"{tensors[name].path}: tensor {name} is no part of the model that {self._config} "
+                f"{tensors[name].path}: tensor {name} is no part of the model that {self._source} "
                 f"describes; {self._remedy}, or choose another model"
             )
         for name, shape in expected.items():
             if (tensor := tensors[name]).shape != shape:
                 raise UserError(
-                    f"{tensor.path}: tensor {name} has shape {[*tensor.shape]}, but {self._config} "
+                    f"{tensor.path}: tensor {name} has shape {[*tensor.shape]}, but {self._source} "
                     f"describes {[*shape]}; {self._remedy}, or choose another model"
                 )
 

@@ -16,12 +16,12 @@ from heinsen_jax.models.config import MLPKind, Norm
 from heinsen_jax.models.pattern import Pattern
 from heinsen_jax.typing import JSON
 
-MISSING = {
+NOT_EXPORTED = {
     *("auto_map", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 }
 """Fields of code and of multi-token prediction, which exports do not contain."""
-IRRELEVANT = MISSING | {
+IRRELEVANT = NOT_EXPORTED | {
     # names, versions and the representation of weights
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),

@@ -128,7 +128,7 @@ class Gguf:
                     "results; choose the files of the original model"
                 )
         fields: dict[str, JSON] = {
-            name: self._rounded(value)
+            name: self._shortest_decimal(value)
             for ours, name in sizes.items()
             if (value := self._of_model(ours, None)) is not None
         }
@@ -153,7 +153,7 @@ class Gguf:
         return fields | {"rope_scaling": self._rope_scaling()}
 
     @staticmethod
-    def _rounded(value: Any) -> Any:
+    def _shortest_decimal(value: Any) -> Any:
         """The shortest decimal of a number of float32: 1e-5 is stored as 9.99999975e-06."""
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -170,15 +170,16 @@ class Gguf:
                 )
             if divisors is not None:
                 raise UserError(f"{self.path}: {FREQUENCIES} with {SCALING[0]} is unsupported")
-            return {"rope_type": kind, "factor": self._rounded(factor)}
+            return {"rope_type": kind, "factor": self._shortest_decimal(factor)}
         if divisors is None:
             return None
         given = divisors.data
         base, depth = self._of_model("rope.freq_base", 1e4), 2 * given.size
         waves = 2 * np.pi * base ** (2 * np.arange(given.size) / depth)
         smooth = np.clip((8192 / waves - 1) / (4 - 1), 0, 1)  # equations of transformers' `llama3`
-        factor = self._rounded(float(given.max()))
-        if not np.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4):
+        factor = self._shortest_decimal(float(given.max()))
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if not np.isfinite(factor) or not np.allclose(expected, given, rtol=1e-4):
             raise UserError(
                 f"{self.path}: the factors in {FREQUENCIES} do not belong to Llama 3; choose "
                 "the files of the original model"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from heinsen_jax.data.tokenizer_files import DEFAULT, GENERATION_FILE
-from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE
+from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE, bpe_model
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.gguf import Gguf, reading
@@ -204,18 +204,7 @@ def _bos_post_processor(token: str, number: int) -> JSON:
 
 def _model(tokens: list[str], merges: Sequence[JSON]) -> dict[str, JSON]:
     """The model of a `tokenizer.json`."""
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": [*merges],
-    }
+    return bpe_model({token: i for i, token in enumerate(tokens)}, merges)
 
 
 def _merges_of(tokens: list[str], scores: list[float]) -> list[JSON]:

@@ -33,7 +33,7 @@ from heinsen_jax.interop.transformers.checkpoint import (
     check_format,
 )
 from heinsen_jax.interop.transformers.families import family_of, text_part
-from heinsen_jax.interop.transformers.family import IRRELEVANT, MISSING
+from heinsen_jax.interop.transformers.family import IRRELEVANT, NOT_EXPORTED
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.interop.transformers.names import (
     DIVIDED,
@@ -274,9 +274,8 @@ def to_pretrained(
 
     Raises:
       UserError: no supported model of transformers has this architecture; the dtype is unsupported,
-        or a value is too large for it; the tokenizer cannot be converted to
-        `tokenizer.json`; the folder is not
-        empty; or it cannot be written.
+        or a value is too large for it; the tokenizer cannot be converted to `tokenizer.json`; the
+        folder is not empty; or it cannot be written.
     """
     output = local_path(folder, "folder")
     check_new_folder(output)
@@ -299,7 +298,7 @@ def to_pretrained(
         original = _opened(Path(like), family.model_type, True)
         dtypes = {name: DTYPES[x.dtype] for name, x in original.tensors.items()}
     arrays = _tensors(model, NAMES[family.model_type], str(stored), dtypes)
-    fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT - MISSING}
+    fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT - NOT_EXPORTED}
     fields |= {"architectures": [family.architecture], "model_type": family.model_type}
     if like is None:  # null, since transformers has defaults for absent ids
         start = () if tokenizer is None else start_ids(tokenizer)

@@ -91,8 +91,7 @@ def sharded_log_attention(
     sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
     empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
     before = initial_state
-    differs = before is not None and has_decay != (before.log_decay is not None)
-    if differs:
+    if before is not None and has_decay != (before.log_decay is not None):
         decay = jnp.zeros_like(before.log_z) if has_decay else None
         initial_state = replace(before, log_decay=decay)
 
@@ -114,4 +113,6 @@ def sharded_log_attention(
     )
     if not return_state:
         return y
-    return y, replace(state, log_decay=before.log_decay) if differs else state
+    if before is not None and before is not initial_state:
+        state = replace(state, log_decay=before.log_decay)
+    return y, state

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from heinsen_jax.data.tokenizer_protocol import SETTINGS_FILE, TOKENIZER_FILE
 from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
 from heinsen_jax.storage.files import write_atomically
-from heinsen_jax.typing import JSON
 
 ENDS_OF_TEXT = {
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]"),
@@ -44,7 +43,7 @@ def spelled(token: bytes) -> str:
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 
-def bpe_model(vocab: Mapping[str, int], merges: Sequence[JSON]) -> dict[str, JSON]:
+def bpe_model(vocab: Mapping[str, int], merges: Sequence[Any]) -> dict[str, Any]:
     """The model of a `tokenizer.json` of BPE, by the ids and merges of its tokens."""
     return {
         "type": "BPE",

@@ -98,8 +98,8 @@ def searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[
         for place, run in enumerate(runs)
         if recorded.of(run) is not None
     }
-    if not ranks:
-        centers = [len(runs) // 2]
+    if (middle := len(runs) // 2) not in ranks:
+        centers = [middle]
     elif max(ranks.values())[0] == -math.inf:  # all diverged: better ones may be on either side
         centers = [*ranks]
     else:

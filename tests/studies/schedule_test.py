@@ -87,9 +87,16 @@ def test_rows_that_are_recorded_count_whichever_labels_they_have(tmp_path):
     some = {x: AXES["learning_rate"][x] for x in "ab"}
     losses = 9, 8, 7, 8, 9, 9, 9
     rounds(tmp_path, *losses, search="grid", axes={**AXES, "learning_rate": some})
-    assert rounds(tmp_path, *losses) == ["c0", "d0", "c1"]
-    assert "5 of 5 runs" in (tmp_path / REPORT_FILE).read_text()  # without the second seed of b
+    assert rounds(tmp_path, *losses) == ["c0 d0 e0", "c1"]
+    assert "6 of 6 runs" in (tmp_path / REPORT_FILE).read_text()  # without the second seed of b
     assert rounds(tmp_path, *losses) == []
+
+
+def test_a_search_that_was_interrupted_has_the_runs_of_one_that_was_not(tmp_path):
+    losses = 9, 8, 7, 6, 7, 8, 9
+    only_c = {x: AXES["learning_rate"][x] for x in "c"}
+    rounds(tmp_path, *losses, search="grid", axes={**AXES, "learning_rate": only_c})
+    assert rounds(tmp_path, *losses) == ["d0 e0", "d1"]
 
 
 def test_the_report_says_how_values_were_chosen_and_which_are_at_an_end(tmp_path):

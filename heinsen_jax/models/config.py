@@ -182,11 +182,12 @@ class LanguageModelConfig:
                 f"max_length={self.max_length} with positions={self.position_kind!r}; set it for "
                 "learned positions, and only for those"
             )
-        has_mlp_fields = self.mlp or self.mlp_dim or self.mlp_multiplier != 1
-        if BLOCKS[self.block].mlp is None and has_mlp_fields:
+        fields = ("mlp", "mlp_ratio", "mlp_dim", "mlp_multiplier")
+        mlp_fields = [x for x in fields if getattr(self, x) != getattr(type(self), x)]
+        if BLOCKS[self.block].mlp is None and mlp_fields:
             raise ValueError(
-                f"mlp, mlp_dim and mlp_multiplier with block={self.block!r}: that block has no "
-                "MLP; leave them out, or choose block='standard'"
+                f"{', '.join(mlp_fields)} with block={self.block!r}: that block has no MLP; leave "
+                "it out, or choose block='standard'"
             )
         if self.mlp_gate_multiplier != 1 and self.mlp_kind not in GATED:
             raise ValueError(

@@ -309,11 +309,9 @@ def test_a_gated_mlp_has_as_many_parameters_as_one_without_a_gate(mlp, fields, w
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"mlp": "swiglu"},
-            "mlp_multiplier with block='paper': that block has no MLP",
-        ),
+        ({"mlp": "swiglu", "mlp_dim": 8}, "mlp, mlp_dim with block='paper': that block has no MLP"),
         ({"mlp_multiplier": 0.5}, "mlp_multiplier with block='paper': that block has no MLP"),
+        ({"mlp_ratio": 2}, "mlp_ratio with block='paper': that block has no MLP"),
         ({"block": "standard", "mlp_gate_multiplier": 0.5}, "the MLP has no gate; leave it out"),
         ({"qk_norm": True, "attention": "additive"}, "has no option query_key_norm"),
         ({"positions": "learned"}, "max_length=None with positions='learned'"),

@@ -312,21 +312,14 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
             f"tokenizer={config.tokenizer}, but {config.corpus} was prepared with "
             f"{manifest.tokenizer}; set tokenizer={manifest.tokenizer}"
         )
-    if config.validation_fraction not in (None, manifest.validation_fraction):
-        raise UserError(
-            f"validation_fraction={config.validation_fraction}, but {config.corpus} was prepared "
-            f"with {manifest.validation_fraction}; leave it out or prepare another folder"
-        )
-    if config.test_fraction not in (0.0, manifest.test_fraction):
-        raise UserError(
-            f"test_fraction={config.test_fraction}, but {config.corpus} was prepared with "
-            f"{manifest.test_fraction}; leave it out or prepare another folder"
-        )
-    if config.text_column not in (DEFAULT_COLUMN, manifest.text_column):
-        raise UserError(
-            f"text_column={config.text_column}, but {config.corpus} was prepared with "
-            f"{manifest.text_column}; leave it out or prepare another folder"
-        )
+    defaults = {"validation_fraction": None, "test_fraction": 0.0, "text_column": DEFAULT_COLUMN}
+    for name, default in defaults.items():
+        given, prepared = getattr(config, name), getattr(manifest, name)
+        if given not in (default, prepared):
+            raise UserError(
+                f"{name}={given}, but {config.corpus} was prepared with {prepared}; leave it out "
+                "or prepare another folder"
+            )
 
 
 def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:

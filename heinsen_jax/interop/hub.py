@@ -223,7 +223,7 @@ Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
 
 TRAINED = """A model trained with heinsen_jax. All of its settings are in
 [config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run."""
-DISTILLED = """A model trained with heinsen_jax to imitate {teacher}, from whose weights it starts.
+DISTILLED = """A model trained with heinsen_jax to imitate {source}, from whose weights it starts.
 The settings of its training are in [config.json](config.json)."""
 TUNED = """The weights of {source}, trained further with heinsen_jax. The settings of this training
 are in [config.json](config.json)."""
@@ -246,18 +246,14 @@ class _Origin(NamedTuple):
 
 
 def _origin(config: Sections) -> _Origin:
-    if teacher := config.get("distillation", {}).get("teacher"):
-        with open_run(str(teacher)) as run:
-            teacher_config = read_config(run.files)
-        base = None if teacher_config is None else _origin(teacher_config).base
-        name = _markdown(base or Path(str(teacher)).name)
-        return _Origin(DISTILLED.format(teacher=name), True, base)
-    if start := config.get("training", {}).get("start"):
-        with open_run(str(start)) as run:
-            start_config = read_config(run.files)
-        base = None if start_config is None else _origin(start_config).base
-        name = _markdown(base or Path(str(start)).name)
-        return _Origin(TUNED.format(source=name), True, base)
+    sources = ("distillation", "teacher", DISTILLED), ("training", "start", TUNED)
+    for section, field, text in sources:
+        if folder := config.get(section, {}).get(field):
+            with open_run(str(folder)) as run:
+                source_config = read_config(run.files)
+            base = None if source_config is None else _origin(source_config).base
+            source = _markdown(base or Path(str(folder)).name)
+            return _Origin(text.format(source=source), True, base)
     name = str(config["data"].get("corpus"))
     if not name.startswith(MODEL):
         return _Origin(TRAINED, True)

@@ -110,18 +110,16 @@ def evaluate_model(
     model: LanguageModel,
     dataset: Dataset[Settings],
     config: Settings,
-    mesh: Mesh | None = None,
     *,
     masked_fraction: float,
     split: HeldOut = "validation",
     loss_by_position: bool = False,
     max_batches: int | None = None,
 ) -> dict[str, float]:
-    """`evaluate` a model on the devices of a mesh that hold it; on one device of this process when
-    None."""
+    """`evaluate` a model on one device of this process."""
     graph, parameters = nnx.split(model)
     objective = objective_of(model.config, masked_fraction, dataset.vocab_size)
-    mesh = mesh or make_mesh(MeshConfig(), jax.local_devices()[:1])
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     make_step = partial(make_evaluation_step, graph, objective)
     with jax.set_mesh(mesh):
         return evaluate(

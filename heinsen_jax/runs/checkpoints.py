@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ ITEM, METRICS = "default", "metrics/metrics"
 Tree = TypeVar("Tree")
 
 
-class CheckpointReader(AbstractContextManager["CheckpointReader"]):
+class CheckpointReader:
     """The checkpoints in a run's folder at the opening: one per step, of named arrays.
 
     No step is used before its files are compared with their recorded hashes. Older steps are
@@ -44,9 +43,6 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         self.folder = self._run.checkpoints
         self.damaged: dict[int, str] = {}
         self._saved_file = self._run.files.resolve() / SAVED_FILE
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Nothing is open."""
 
     def _finished(self) -> list[int]:
         """The finished steps."""

@@ -93,9 +93,7 @@ def load_run(
         return model, None if is_task else data.load_tokenizer(run.files), step
 
 
-def load_model(
-    workdir: str | Path, *, best: bool = True, on_host: bool = False
-) -> tuple[LanguageModel, int]:
+def load_model(workdir: str | Path, *, best: bool = True) -> tuple[LanguageModel, int]:
     """`load_run` without the tokenizer. Loading a model folder needs no extra; a run's checkpoint
     needs the extra `train`.
 
@@ -103,7 +101,7 @@ def load_model(
       UserError: as `load_run`.
     """
     with open_run(workdir) as run:
-        return _loaded(run, best, on_host, AS_SAVED)[:2]
+        return _loaded(run, best, False, AS_SAVED)[:2]
 
 
 def load_architecture(workdir: str | Path) -> LanguageModelConfig:

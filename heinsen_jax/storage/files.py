@@ -113,11 +113,9 @@ def joint_hash(*parts: str) -> str:
 
 
 @contextmanager
-def byte_progress(
-    description: str, total: int, console: Console | None = None
-) -> Iterator[Callable[[int], None]]:
+def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show the progress in bytes; yield the function that reports further bytes."""
-    console, description = console or Console(stderr=True), printable(description)
+    console, description = Console(stderr=True), printable(description)
     if not console.is_terminal:
         yield _plain_progress(description, total, console)
         return

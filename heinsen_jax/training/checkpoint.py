@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,12 +30,8 @@ class Checkpoints(CheckpointReader):
 
     A save returns once the arrays are copied, and writes in the background. A step gets its final
     name only when it is complete, so a killed process leaves the previous one as the latest.
-    Damaged steps are renamed on opening, and the newest intact one is verified. With `read_only`,
-    the result is a `CheckpointReader`.
+    Damaged steps are renamed on opening, and the newest intact one is verified.
     """
-
-    def __new__(cls, workdir: Path | RunFolder, *, keep: int = 2, read_only: bool = False) -> Any:
-        return CheckpointReader(workdir) if read_only else super().__new__(cls)
 
     def __init__(self, workdir: Path | RunFolder, *, keep: int = 2):
         self._open(workdir)
@@ -147,6 +142,9 @@ class Checkpoints(CheckpointReader):
         with writing_steps(self.folder):
             self._manager.wait_until_finished()
             self.record_newest()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until all saves are written. An error inside the context takes precedence over

@@ -67,6 +67,7 @@ YARN = {
     "beta_slow": 1.0,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 CASES = {
     "llama2": transformers.LlamaConfig(
@@ -88,9 +89,7 @@ CASES = {
     "smollm3": transformers.SmolLM3Config(
         **LLAMA | {"num_hidden_layers": 3},
         no_rope_layers=[1, 1, 0],
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "granite": transformers.GraniteConfig(
         **LLAMA,
@@ -123,9 +122,7 @@ CASES = {
             "rope_theta": 1e4,
             "partial_rotary_factor": 0.5,
         },
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "olmo2": transformers.Olmo2Config(**LLAMA, eos_token_id=None, pad_token_id=None),
     "olmo3": transformers.Olmo3Config(
@@ -150,17 +147,13 @@ CASES = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "smollm3_yarn": transformers.SmolLM3Config(
         **LLAMA,
         no_rope_layers=[1, 0],
         rope_parameters=YARN | {"attention_factor": 1.3, "beta_fast": None, "beta_slow": None},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "olmo_hybrid": transformers.OlmoHybridConfig(
         **LLAMA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-2},
@@ -190,9 +183,7 @@ CASES = {
         conv_L_cache=4,
         block_multiple_of=8,
         block_ffn_dim_multiplier=1.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "granitemoehybrid": transformers.GraniteMoeHybridConfig(
         **LLAMA | {"num_hidden_layers": 3, "rms_norm_eps": 1e-2},
@@ -241,9 +232,7 @@ CASES = {
         ssm_state_size=5,
         layer_norm_epsilon=1e-2,
         time_step_min=1e-30,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "falcon_h1": transformers.FalconH1Config(
         **LLAMA,
@@ -262,9 +251,7 @@ CASES = {
         ssm_out_multiplier=0.6,
         ssm_multipliers=[0.35, 0.5, 0.7, 0.9, 0.8],
         mlp_multipliers=[0.9, 0.6],
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "falcon_h1_norm": transformers.FalconH1Config(
         **LLAMA,
@@ -274,9 +261,7 @@ CASES = {
         mamba_conv_bias=False,
         mamba_rms_norm=True,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **NO_TOKENS,
     ),
     "gpt2": transformers.GPT2Config(
         vocab_size=67, n_positions=40, n_embd=16, n_layer=2, n_head=2, layer_norm_epsilon=1e-4

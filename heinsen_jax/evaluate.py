@@ -216,7 +216,8 @@ def _run_tasks(options: Options) -> None:
         num_fewshot=options.num_fewshot,
         include_path=options.include_path,
     )
-    print(printable(harness.table(results), lines=True))
+    table = extra_module("lm_eval.utils").make_table(results)
+    print(printable(table, lines=True))
     if options.output is not None:
         options.output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
 

@@ -232,9 +232,9 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         }
         for name, is_needed in needed.items():
             if is_needed and not getattr(self.capabilities, name):
+                able = [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
                 raise NotImplementedError(
-                    f"{type(self).__name__}: no capability {name!r}; it has "
-                    f"{', '.join(self._can())}"
+                    f"{type(self).__name__}: no capability {name!r}; it has {', '.join(able)}"
                 )
         if is_causal and source is not None:
             raise NotImplementedError("is_causal with source: the order of tokens is undefined")
@@ -251,9 +251,6 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
             with use_rules(rules_or_default()):
                 y, after = self.apply(x, call)
         return (y, cast(StateT, after)) if return_state else y
-
-    def _can(self) -> list[str]:
-        return [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
 
     def apply(self, x: Features, call: CallArguments[StateT]) -> tuple[Features, StateT | None]:
         """Compute y, and the state after x if the call has one."""

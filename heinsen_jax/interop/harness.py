@@ -35,7 +35,7 @@ try:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.result_schema import EvalResults
     from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
     from heinsen_jax.interop.harness_batches import (
@@ -406,11 +406,6 @@ def run_tasks(
         ) from error
     assert results is not None  # None only on processes other than the first
     return results
-
-
-def table(results: EvalResults) -> str:
-    """Format results as text."""
-    return make_table(results)
 
 
 @command_line

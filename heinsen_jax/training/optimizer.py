@@ -130,12 +130,8 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         consistent_rms=RMS_OF_ADAM,
     )
     adam = optax.adam(1.0, config.beta1, config.beta2)
-    return optax.partition({"muon": muon, "adam": adam}, _labels)
-
-
-def _labels(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[str]:
-    """muon for the matrices of the layers, adam for all other parameters."""
-    return _by_kind(parameters, lambda kind: "muon" if kind == "matrix" else "adam")
+    labels = partial(_by_kind, choose=lambda kind: "muon" if kind == "matrix" else "adam")
+    return optax.partition({"muon": muon, "adam": adam}, labels)
 
 
 def only_lora(parameters: PyTree) -> PyTree[bool]:

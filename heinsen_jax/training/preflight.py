@@ -57,7 +57,7 @@ def describe(
     return [
         f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
         f"process(es): {axes}",
-        f"{memory(compiled)} of each device's memory",
+        f"{memory_of(compiled) or 'an unknown amount'} of each device's memory",
         f"{data.batch_size:,} x {data.sequence_length:,} = {update:,} tokens an update, {total:,} "
         f"in all{epochs_text}",
         *(_REPEATED.format(epochs=x, name=n) for n, x in epochs.items() if x > MANY_EPOCHS),
@@ -81,11 +81,6 @@ def _epochs(data: DataSettings, training: TrainingConfig, dataset: Dataset) -> d
 
 def tokens_per_update(data: DataSettings) -> int:
     return data.batch_size * data.sequence_length
-
-
-def memory(compiled: jax.stages.Compiled) -> str:
-    """Memory per device of a compiled function."""
-    return str(memory_of(compiled) or "an unknown amount")
 
 
 def time_updates(

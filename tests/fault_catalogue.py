@@ -256,7 +256,7 @@ LOG_ATTENTION_FAULTS = {
         "heinsen_jax/attention/sliding_window.py",
         "return self.window_size - 1",
         "return self.window_size",
-        ("tests/attention/cache_test.py",),
+        ("tests/attention/oracle_test.py",),
     ),
     "a state of the highest power only": Fault(
         "heinsen_jax/attention/taylor.py",

@@ -151,7 +151,7 @@ class RotaryAttention(MaskedAttention[RotaryT]):
     def between(
         self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
     ) -> Mixed:
-        rule, scale = self.config.rule(), self.config.scale
+        rule, scale = self.config.rule(keywords.get("is_causal", True)), self.config.scale
         return dot_product_attention(query, key, value, mask=rule, scale=scale, **keywords)
 
     def apply_output_gate(self, x: Features, y: Mixed) -> Mixed:

@@ -1,14 +1,13 @@
 """Softmax attention over the nearest tokens, as a layer."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import pydantic
 
-from heinsen_jax.attention.base import CallArguments, Capabilities, OpKeywords
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import CHUNK, FirstAndLast, in_chunks
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
-from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Global, Mask, Window
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
@@ -51,19 +50,6 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:
         return {"window_size": length // 4}
-
-    def over_all(
-        self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
-    ) -> Mixed:
-        return sliding_window_attention(
-            query,
-            key,
-            value,
-            local_window_size=self.config.window_size,
-            num_sinks=self.config.num_sinks,
-            scale=self.config.scale,
-            **keywords,
-        )
 
     def attend(
         self, query: Query, key: Keys, value: Values, call: CallArguments[Any]

@@ -25,10 +25,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import ROOT
+from common import ROOT, write_record
 
 from heinsen_jax.runs import checksums
-from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training.checkpoint import Checkpoints
 
 ARRAY_BYTES, ARRAYS = 1 << 27, 15  # 2 GB per state
@@ -154,7 +153,6 @@ def main(options: Options) -> int:
         sizes = [path.stat().st_size for path in files(folder)]
         seconds = measure(folder, options.repeats)
     record = {
-        "environment": environment(),
         "bytes": sum(sizes),
         "files": len(sizes),
         "threads": checksums.THREADS,
@@ -164,9 +162,8 @@ def main(options: Options) -> int:
             for cache, kinds in seconds.items()
         },
     }
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record["gigabytes_per_second"], indent=2))
-    print(f"written to {options.output}")
+    write_record(options.output, record)
     return 0
 
 

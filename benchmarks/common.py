@@ -1,10 +1,11 @@
-"""Metadata, timing and memory measurement shared by all benchmarks."""
+"""Records, timing and memory measurement shared by all benchmarks."""
 
 import ctypes
 import gc
+import json
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.models import LanguageModelConfig, Layers
+from heinsen_jax.runtime.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, DEPTH = 8, 32  # sizes of attention measured alone
@@ -83,3 +85,9 @@ def resident_memory(field: str) -> int:
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
     raise KeyError(field)
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record with hardware, versions and commit, and print where it is."""
+    path.write_text(json.dumps({"environment": environment(), **record}, indent=2) + "\n")
+    print(f"written to {path}")

@@ -7,7 +7,6 @@ to causal `jax.nn.dot_product_attention` compiled immediately before in the same
 over repeats, each of which runs all ops. Exits with 1 if a limit is exceeded.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -17,12 +16,10 @@ from typing import Any
 
 import jax
 import tyro
-from common import ROOT
+from common import ROOT, write_record
 from compile_cases import CASES, SOFTMAX_BASELINE, Case, lower
 from rich.console import Console
 from rich.table import Table
-
-from heinsen_jax.runtime.environment import environment
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,7 @@ def main(options: Options) -> int:
     results = measure(cases, options.repeats)
     show(results, console)
     if len(cases) == len(CASES):
-        record = {"environment": environment(), "repeats": options.repeats, "ops": results}
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
-        console.print(f"written to {options.output}")
+        write_record(options.output, {"repeats": options.repeats, "ops": results})
     return 0 if all(x["met"] for x in results.values()) else 1
 
 

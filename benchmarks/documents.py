@@ -9,7 +9,6 @@ Measured in interleaved runs; also the size of the programs. Needs about 3 minut
 AMD EPYC. Writes a JSON record.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +16,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import tyro
-from common import ROOT, interleaved_medians
+from common import ROOT, interleaved_medians, write_record
 from rich.console import Console
 from rich.table import Table
 from steps import TrainingStep
 
 from heinsen_jax.config import load_config
-from heinsen_jax.runtime.environment import environment
 
 TOLERANCE = 1e-5  # of losses, relative
 
@@ -97,10 +95,8 @@ def main(options: Options) -> int:
             times = (f"{1e3 * x:.1f} ms" for x in seconds.values())
             table.add_row(attention, str(length), *times, f"{ratio:.2f}", f"{program_ratio:.2f}")
     console.print(table)
-    record = {"environment": environment(), "config": options.config.stem}
-    record |= {"document_length": options.document_length, "tokens": options.tokens, "rows": rows}
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
-    console.print(f"written to {options.output}")
+    record = {"config": options.config.stem, "document_length": options.document_length}
+    write_record(options.output, record | {"tokens": options.tokens, "rows": rows})
     return 0
 
 

@@ -9,7 +9,6 @@ parabola through the logarithms of its losses and numbers of updates; null if th
 of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from common import ROOT, interleaved_medians
+from common import ROOT, interleaved_medians, write_record
 from rich.console import Console
 from rich.table import Table
 from steps import TrainingStep
 
-from heinsen_jax.runtime.environment import environment
 from studies import Comparison, load_study, results_of
 
 STUDY = "long_context_updates"
@@ -105,9 +103,7 @@ def main(options: Options) -> int:
         texts = [", ".join("" if x is None else f"{x:.3f}" for x in values) for values in cells]
         table.add_row(name, f"{seconds[name]:.3f}", *texts)
     Console().print(table)
-    record = {"environment": environment(), "budgets": UPDATES, "models": rows}
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {options.output}")
+    write_record(options.output, {"budgets": UPDATES, "models": rows})
     return 0
 
 

@@ -9,7 +9,6 @@ exchange states: bytes per device, and time relative to one device. Exits with 1
 not met. Needs about a minute on 2 cores of an AMD EPYC.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens
+from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens, write_record
 from compile_cases import apart, delta, gated, in_two_steps, mlstm
 from jax.sharding import AxisType, PartitionSpec
 from rich.console import Console
@@ -35,7 +34,6 @@ from heinsen_jax.ops import (
     over_context,
 )
 from heinsen_jax.ops.gated_delta_rule import matrix_summary
-from heinsen_jax.runtime.environment import environment
 
 REQUIRED = {  # maximum time, as a multiple of linear attention's
     "mamba2": 1.5,
@@ -176,7 +174,6 @@ def main(options: Options) -> int:
     met = {name: ratios[name] <= limit for name, limit in REQUIRED.items()}
     met |= {name: of_kda[name] <= limit for name, limit in OF_KDA.items()}
     record = {
-        "environment": environment(),
         "setting": SETTING | {"length": options.length, "large_decays": LARGE},
         "seconds": seconds,
         "times_linear": ratios,
@@ -189,7 +186,7 @@ def main(options: Options) -> int:
         limit = f"{REQUIRED[name]:g}" if name in REQUIRED else ""
         table.add_row(name, f"{1e3 * seconds[name]:.1f}", f"{ratio:.2f}", limit)
     Console().print(table)
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(options.output, record)
     return 0 if all(met.values()) else 1
 
 

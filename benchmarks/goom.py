@@ -15,7 +15,6 @@ The authors' chains are measured in the same process if their packages for PyTor
 """
 
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -26,10 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import ROOT, added_memory, interleaved_medians
+from common import ROOT, added_memory, interleaved_medians, write_record
 
 from heinsen_jax.goom import chain_products, largest_lyapunov_exponent, lyapunov_exponents
-from heinsen_jax.runtime.environment import environment
 
 CHAINS = {16: 100_000, 128: 2000}
 """Products by the size of a matrix."""
@@ -206,16 +204,15 @@ def measure_exponents(length: int = 100_000, dt: float = 0.01) -> dict[str, Any]
 
 def main() -> int:
     if "--long" in sys.argv:
-        record = {"environment": environment(), "chains": measure_long_chains()}
-        (ROOT / "benchmarks/results/goom_long.json").write_text(json.dumps(record, indent=2) + "\n")
+        record = {"chains": measure_long_chains()}
+        write_record(ROOT / "benchmarks/results/goom_long.json", record)
         return 0
     record = {
-        "environment": environment(),
         "torch": metadata.version("torch") if HAS_AUTHORS else None,
         "chains": measure_chains(),
         "lorenz": measure_exponents(),
     }
-    (ROOT / "benchmarks/results/goom.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_record(ROOT / "benchmarks/results/goom.json", record)
     return 0
 
 

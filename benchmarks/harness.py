@@ -10,7 +10,6 @@ first, then time, in interleaved runs. Needs about 3 minutes on 2 cores of an AM
 JSON record.
 """
 
-import json
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -20,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import tyro
-from common import ROOT, interleaved_medians
+from common import ROOT, interleaved_medians, write_record
 from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.config import load_config
 from heinsen_jax.interop.harness import HarnessModel
-from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training import prepare_run, train
 
 ANSWERS, TOKENS = 4, 8
@@ -100,9 +98,8 @@ def main(options: Options) -> int:
         )
     console.print(table)
     setting = {"contexts": options.contexts, "answers": ANSWERS, "tokens_of_an_answer": TOKENS}
-    record = {"environment": environment(), "config": options.config.stem, "setting": setting}
-    options.output.write_text(json.dumps(record | {"rows": rows}, indent=2) + "\n")
-    console.print(f"written to {options.output}")
+    record = {"config": options.config.stem, "setting": setting, "rows": rows}
+    write_record(options.output, record)
     return 0
 
 

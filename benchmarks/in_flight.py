@@ -6,7 +6,6 @@ Updates of configs/quickstart.py, and of the same model with an eighth of the to
 need over 0.5 s, one is in flight.) Runs alternate in one process. Writes a JSON record.
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -17,11 +16,10 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import tyro
-from common import ROOT
+from common import ROOT, write_record
 
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, load_config
-from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training import loop, prepare_run, train
 from heinsen_jax.training.pacing import InFlight
 
@@ -87,7 +85,7 @@ def milliseconds(config: ExperimentConfig, dataset: data.Dataset, most: int) -> 
 
 
 def main(options: Options) -> int:
-    record = {"environment": environment(), "cases": {}}
+    record = {"cases": {}}
     for name, (batch_size, length, steps) in CASES.items():
         config = experiment_of(batch_size, length, steps)
         dataset = data.load(config.data)
@@ -103,8 +101,7 @@ def main(options: Options) -> int:
             "two_over_many": two / many,
         }
         print(f"{name}: {two:.1f} / {many:.1f} ms = {two / many:.3f}", flush=True)
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {options.output}")
+    write_record(options.output, record)
     return 0
 
 

@@ -9,7 +9,6 @@ in a temporary folder. Also measures the pipeline alone, without steps. First th
 compared with the batches of a second iterator that begins later. Writes a JSON record.
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -20,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from common import ROOT
+from common import ROOT, write_record
 
 from heinsen_jax.config import load_config
 from heinsen_jax.data import Batch, DataConfig, TokenDataset, train_batches
 from heinsen_jax.data.text import load_text
-from heinsen_jax.runtime.environment import environment
 from heinsen_jax.runtime.timeouts import with_timeout
 
 
@@ -109,7 +107,6 @@ def main(options: Options) -> int:
     tokens = config.batch_size * config.sequence_length
     rate = tokens / seconds["pipeline alone"]["mean"]
     record = {
-        "environment": environment(),
         "setting": {
             "batch_size": config.batch_size,
             "sequence_length": config.sequence_length,
@@ -119,10 +116,10 @@ def main(options: Options) -> int:
         "seconds_per_step": seconds,
         "pipeline_tokens_per_second": rate,
     }
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
     for name, values in seconds.items():
         print(f"{name}: {1000 * values['median']:.2f} ms per step")
-    print(f"{rate / 1e6:.0f} million tokens/s; written to {options.output}")
+    print(f"{rate / 1e6:.0f} million tokens/s")
+    write_record(options.output, record)
     return 0
 
 

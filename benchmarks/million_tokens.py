@@ -23,13 +23,12 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from common import ROOT, resident_memory
+from common import ROOT, resident_memory, write_record
 from flax import nnx
 
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.runs.load import load_text_run
-from heinsen_jax.runtime.environment import environment
 
 CHUNK = 1000
 REPORTED = 10_000
@@ -167,16 +166,14 @@ def main() -> None:
     tokens = np.asarray(ids[: options.tokens + 1], np.int32)
     rows = measure(Stream(model, "float32"), Stream(model, "float64"), tokens)
     record = {
-        "environment": environment(),
         "model": {"run": options.workdir.name, "step": step},
         "text": options.text.name,
         "late_over_early": late_over_early(rows),
         "rows": rows,
     }
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(options.output, record)
     plot(rows, options.output.with_suffix(".png"))
     print(json.dumps(record["late_over_early"], indent=2))
-    print(f"written: {options.output}")
 
 
 if __name__ == "__main__":

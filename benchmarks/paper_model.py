@@ -22,14 +22,13 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 import tyro
-from common import ROOT, resident_memory
+from common import ROOT, resident_memory, write_record
 from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.data import DataConfig
 from heinsen_jax.runs.metrics_file import read_metrics
-from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training import prepare_run, train
 from studies import sweeps
 from studies.runs import costs
@@ -136,10 +135,8 @@ def main(options: Options) -> int:
         numbers = f"{last:.3f}", f"{row['validation_loss']:.3f}", f"{row['seconds_per_update']:.1f}"
         table.add_row(name, f"{row['parameters']:,}", *numbers, f"{row['peak_bytes'] / 1e9:.1f}")
     Console().print(table)
-    made = {"environment": environment(), "settings": settings, "models": models}
-    options.output.write_text(json.dumps(made, indent=2) + "\n")
+    write_record(options.output, {"settings": settings, "models": models})
     draw(models, options.output.with_suffix(".png"))
-    print(f"written to {options.output}")
     return 0
 
 

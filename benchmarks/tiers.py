@@ -11,7 +11,6 @@ need it, in interleaved runs. Needs about 3 minutes on 2 cores of an AMD EPYC. W
 ones included, relative to one large matrix product.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens
+from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens, write_record
 from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention.chunked import Chunked, measure
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.runtime.environment import environment
 
 LENGTHS = (1024, 4096)
 CHUNK = 64  # chunk size for the matmul rate
@@ -173,7 +171,6 @@ def main(options: Options) -> int:
     console = Console()
     functions = {"log_attention": log_attention, "heinsen_attention": heinsen_attention}
     record: dict[str, Any] = {
-        "environment": environment(),
         "setting": SETTING,
         "tiers": {
             name: {n: time_tiers(function, n, options.repeats) for n in LENGTHS}
@@ -182,9 +179,8 @@ def main(options: Options) -> int:
         "test": time_test(2 * options.repeats),
         "matmul": matmul_rate(options.repeats),
     }
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(options.output, record)
     show(record, console)
-    console.print(f"written to {options.output}")
     return 0
 
 

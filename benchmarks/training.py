@@ -6,7 +6,6 @@
 Trains in a temporary folder; writes benchmarks/results/<name>.json.
 """
 
-import json
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from common import ROOT
+from common import ROOT, write_record
 
 from heinsen_jax import data
 from heinsen_jax.config import as_json, load_config
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.runs.metrics_file import read_metrics
-from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training import prepare_run, train
 
 
@@ -71,7 +69,6 @@ def main() -> None:
     settings = as_json(config)
     settings["data"] |= {"corpus": corpus}
     record = {
-        "environment": environment(),
         "config": settings,
         "seconds": round(seconds, 1),
         "unigram_loss": unigram_loss(dataset),
@@ -79,8 +76,7 @@ def main() -> None:
         "validation": [row for row in rows if "validation/loss" in row],
     }
     output = options.output or ROOT / f"benchmarks/results/{options.config.stem}.json"
-    output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written: {output}")
+    write_record(output, record)
 
 
 if __name__ == "__main__":

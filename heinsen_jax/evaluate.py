@@ -204,6 +204,10 @@ def _check_tokenizer(
 
 
 def _run_tasks(options: Options) -> None:
+    for option in ("limit", "batch_size"):
+        check_count(f"--{option.replace('_', '-')}", getattr(options, option))
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"--num-fewshot {options.num_fewshot} must not be negative; give 0 or more")
     try:  # imported on request, since it is an extra
         harness = extra_module("heinsen_jax.interop.harness")
     except MissingExtra as error:

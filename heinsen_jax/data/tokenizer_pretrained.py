@@ -29,6 +29,8 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 WITH_TOOLS = "tool_use"
 MARK = "\ufdd0"
 """End of a message to be continued: a code point that no text contains."""
+REASONING = "reasoning_content", "thinking", "reasoning"
+"""Fields of a message for the reasoning before its content; templates read the first two."""
 _NO_VARIABLES: Mapping[str, Any] = {}
 
 
@@ -102,15 +104,14 @@ class PretrainedTokenizer(JsonTokenizer):
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Encode a text in which special tokens may be written, such as <|im_end|>."""
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         with refusing_panics(*self._refusal(text)):
             return self._with_special.encode(text, add_special_tokens=False).ids
 
-    def without_special_tokens(self, text: str) -> str:
-        """A text without special tokens, as with `skip_special_tokens` of transformers."""
-        for token in self._added.values():
-            if token.special:
-                text = text.replace(token.content, "")
-        return text
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, as left out with `skip_special_tokens` of transformers."""
+        return frozenset(number for number, token in self._added.items() if token.special)
 
     def render_chat_template(
         self,
@@ -144,7 +145,7 @@ class PretrainedTokenizer(JsonTokenizer):
             raise UserError(f"{self.name}: the tokenizer has no chat template; give texts instead")
         given: dict[str, Any] = {
             **self.special_tokens,
-            "messages": [dict(message) for message in messages],
+            "messages": [_fields_of(message) for message in messages],
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -175,6 +176,16 @@ class PretrainedTokenizer(JsonTokenizer):
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
         return self.encode_with_special_tokens(text)
+
+
+def _fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a message as in transformers: without those that are None, and with the
+    reasoning under each of its names."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in REASONING if name in fields), None)
+    if reasoning is None:
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def pretrained_tokenizer(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
+from jax.core import Tracer
 
 from heinsen_jax.attention.base import AttentionConfig
 from heinsen_jax.attention.cache import Cache, is_cache
@@ -109,6 +110,12 @@ def _shapes(
 def caches(state: LanguageModelState) -> list[Cache]:
     """The states of mechanisms that store every token, each with the same number of them."""
     return [x for x in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(x)]
+
+
+def num_tokens(state: LanguageModelState) -> int:
+    """Number of tokens so far in a state that stores every token; 0 for others and under `jit`."""
+    counts = [x.capacity if x.length is None else x.length for x in caches(state)]
+    return max((int(np.max(x)) for x in counts if not isinstance(x, Tracer)), default=0)
 
 
 def _shared(model: Model, state: LanguageModelState) -> LanguageModelState:

@@ -1,6 +1,7 @@
 """Generation of text: many prompts in a batch, several samples of each, stop strings."""
 
 import codecs
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.prompts import to_array
 from heinsen_jax.generate.sampling import Sampler
-from heinsen_jax.generate.states import check_one, select_rows
+from heinsen_jax.generate.states import check_one, num_tokens, select_rows
 from heinsen_jax.generate.tokens import Carry, draw, further_tokens
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Shaped
@@ -31,6 +32,7 @@ def complete(
     stop: Sequence[str] = (),
     num_samples: int = 1,
     begins_text: bool = False,
+    skip_special_tokens: bool = False,
     decoding_errors: str = "replace",
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -54,6 +56,7 @@ def complete(
       num_samples: samples per prompt.
       begins_text: whether continuations are texts of their own, which do not begin with the space
         that a tokenizer of SentencePiece has before each word.
+      skip_special_tokens: whether special tokens of a pretrained model are left out.
       decoding_errors: how invalid UTF-8 is decoded, as in `bytes.decode`.
       temperature, top_k, top_p, key: as for `generate`.
       state: state of one sequence that precedes every prompt; None at the start.
@@ -101,7 +104,7 @@ def complete(
     before = engine.init_state() if state is None else state
     check_one(engine, before)
     fed = tokens.shape[1] + max_new_tokens - 1
-    engine.config.warn_beyond_trained_length(fed)
+    engine.config.warn_beyond_trained_length(num_tokens(before) + fed)
     rows = engine.branch(engine.reserve(before, fed), len(texts))
     each = jnp.repeat(jnp.arange(len(texts)), num_samples)
     logits, after = select_rows(engine.feed(tokens, rows, lengths=lengths), each)
@@ -109,7 +112,8 @@ def complete(
     sampler = replace(sampler, key=jnp.tile(keys, len(texts)))
     carry: Carry = draw(sampler, logits, 0), after
     rows = np.asarray(carry[0])[:, None]
-    until_stop = partial(_until_stop, tokenizer, stop, begins_text, decoding_errors)
+    hidden = getattr(tokenizer, "special_ids", frozenset()) if skip_special_tokens else frozenset()
+    until_stop = partial(_until_stop, tokenizer, stop, begins_text, decoding_errors, hidden=hidden)
     for position in range(1, max_new_tokens, CHECK_EVERY):
         if all(until_stop(row)[1] for row in rows):
             break
@@ -122,17 +126,29 @@ def complete(
 
 
 def _until_stop(
-    tokenizer: Tokenizer, stop: Sequence[str], begins_text: bool, errors: str, row: np.ndarray
+    tokenizer: Tokenizer,
+    stop: Sequence[str],
+    begins_text: bool,
+    errors: str,
+    row: np.ndarray,
+    hidden: frozenset[int] = frozenset(),
 ) -> tuple[str, bool]:
-    """The text of new tokens, and whether it has ended."""
+    """The text of new tokens without those that are hidden, and whether it has ended."""
     ends = np.flatnonzero(np.isin(row, stop_ids(tokenizer)))
     row = row[: ends[0]] if len(ends) else row
-    text = b"".join(tokenizer.token_bytes(int(token)) for token in row)
-    text = text.decode("utf-8", errors)
-    if begins_text:  # other tokenizers have no such space
-        text = getattr(tokenizer, "without_first_space", str)(text)
+    runs = [(x, [*ids]) for x, ids in itertools.groupby(row.tolist(), hidden.__contains__)]
+    are_hidden = [is_hidden for is_hidden, _ in runs]
+    parts = [b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors) for _, ids in runs]
+    if begins_text and False in are_hidden:  # other tokenizers have no such space
+        first = are_hidden.index(False)
+        parts[first] = getattr(tokenizer, "without_first_space", str)(parts[first])
+    text = "".join(parts)
     starts = [start for start in (text.find(each) for each in stop) if start >= 0]
-    return text[: min(starts, default=len(text))], bool(starts or len(ends))
+    left, visible = min(starts, default=len(text)), ""
+    for is_hidden, part in zip(are_hidden, parts, strict=True):
+        visible += "" if is_hidden else part[:left]
+        left = max(left - len(part), 0)
+    return visible, bool(starts or len(ends))
 
 
 def sample(

@@ -12,6 +12,7 @@ from jax import lax
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
+from heinsen_jax.generate import states
 from heinsen_jax.generate.compiled import Logits, Structure, Weights, step
 from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.prompts import Padding, PromptLengths, right_padded
@@ -136,8 +137,8 @@ def generate(
     if max_new_tokens == 0:
         return jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
     fed = (tokens.shape[-1] if lengths is None else int(np.max(lengths))) + max_new_tokens - 1
-    engine.config.warn_beyond_trained_length(fed)
     state = engine.init_state(tokens.shape[:-1]) if state is None else state
+    engine.config.warn_beyond_trained_length(states.num_tokens(state) + fed)
     logits, state = engine.feed(tokens, engine.reserve(state, fed), lengths=lengths)
     carry: Carry = draw(sampler, logits, 0).astype(tokens.dtype), state
     new, further = carry[0][..., None], max_new_tokens - 1

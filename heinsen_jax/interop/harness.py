@@ -37,7 +37,6 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
     from heinsen_jax.interop.harness_batches import (
         SMALLEST,
         batches,
@@ -310,12 +309,8 @@ class HarnessModel(HarnessTexts):
                     [requests[number].args[0] for number in part], options["max_new_tokens"]
                 )
                 given = self.engine, self.encoding, contexts
-                texts = complete(*given, begins_text=True, **options)
+                texts = complete(*given, begins_text=True, skip_special_tokens=True, **options)
                 for number, (text,) in zip(part, texts, strict=True):
-                    if isinstance(self.encoding, PretrainedTokenizer):
-                        kept = self.encoding.without_special_tokens(text)
-                        is_first = kept != text and not text.startswith(" ")
-                        text = self.encoding.without_first_space(kept) if is_first else kept
                     answers[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return answers

@@ -9,6 +9,7 @@ it as `--workdir`. Needs `pip install 'heinsen_jax[hub]'`.
 """
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -36,7 +37,6 @@ from heinsen_jax.typing import JSON, Array, config_dataclass
 
 try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     from heinsen_jax.data import save_tokenizer
 except ImportError as missing:
@@ -139,11 +139,12 @@ def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     """
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # error classes differ between versions of its client
+        reason = next(iter(str(error).splitlines()), "no reason given")
         raise UserError(
             f"{name} is not a local folder, and could not be downloaded as a repository of the "
-            f"hub ({type(error).__name__}); give a folder, or owner/name; for a private one, log "
-            "in with `hf auth login`"
+            f"hub ({type(error).__name__}: {reason}); give a folder, or owner/name; try again "
+            "after a lost connection; for a private one, log in with `hf auth login`"
         ) from error
 
 
@@ -162,9 +163,15 @@ def push(
       UserError: the run does not exist; or the upload fails, for example without `hf auth login`.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(workdir)
-        if not (has_weights(folder) and (folder / CARD_FILE).exists()):
-            folder = Path(temporary) / "model"
+        saved, folder = Path(workdir).resolve(), Path(temporary) / "model"
+        if has_weights(saved) and (saved / CARD_FILE).exists():
+            shutil.copytree(saved, folder, copy_function=os.symlink)
+            text = (saved / CARD_FILE).read_text(encoding="utf-8")
+            call = LOADS + json.dumps(repo_id) + ")"  # in place of the folder's name
+            text = re.sub(rf"^{re.escape(LOADS)}.*$", lambda _: call, text, flags=re.MULTILINE)
+            (folder / CARD_FILE).unlink()
+            (folder / CARD_FILE).write_text(text, encoding="utf-8")
+        else:
             save_pretrained(workdir, folder, best=best, shard_bytes=shard_bytes, repo_id=repo_id)
         hub = HfApi()
         try:
@@ -185,6 +192,8 @@ def push(
     return str(address)
 
 
+LOADS = "model, tokenizer = from_pretrained("
+"""Start of the line of a card that loads the model."""
 CARD = """---
 {header}
 ---
@@ -206,7 +215,7 @@ CARD = """---
 ```python
 from heinsen_jax.interop.hub import from_pretrained
 
-model, tokenizer = from_pretrained({name})
+{loads}{name})
 ```
 
 or, with a copy of this folder, {commands}.
@@ -307,6 +316,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
         origin=origin.text,
         settings=_rows(settings),
         results=_results(metrics, config.get("training", {}).get("evaluation_batches")),
+        loads=LOADS,
         name=json.dumps(name),
         commands=commands,
     )

@@ -63,6 +63,12 @@ def test_texts_are_encoded_as_in_transformers(number):
     assert tokenizer.end_of_text_id not in tokenizer.encode(one["text"])
 
 
+def test_half_a_surrogate_pair_is_replaced():
+    tokenizer = load(FOLDER)
+    text = "a\ud83d b"
+    assert tokenizer.encode_with_special_tokens(text) == tokenizer.encode(text)
+
+
 def test_it_is_saved_and_loaded(folder, tmp_path):
     tokenizer = load(folder)
     (tmp_path / "saved").mkdir()
@@ -201,6 +207,26 @@ def test_templates_may_refuse(template, message, folder):
     configure(folder, chat_template=template)
     with pytest.raises(UserError, match=message):
         load(folder).apply_chat_template([USER])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"content": None}, "<assistant>"),
+        ({"content": "hi", "tool_calls": None}, "<assistant>hi"),
+        ({"content": "hi", "reasoning": "because"}, "<assistant>hi[because, because]"),
+        ({"content": "hi", "thinking": "because"}, "<assistant>hi[because, because]"),
+    ],
+)
+def test_fields_of_messages_are_as_in_transformers(folder, fields, expected):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if m.tool_calls is defined %}{% for call in m.tool_calls %}{{ call }}{% endfor %}"
+        "{% endif %}{{ m.content }}"
+        "{% if m.reasoning_content %}[{{ m.reasoning_content }}, {{ m.thinking }}]{% endif %}"
+        "{% endfor %}"
+    )
+    assert load(folder).render_chat_template([{"role": "assistant", **fields}]) == expected
 
 
 def test_templates_may_use_the_date(folder):

@@ -185,6 +185,9 @@ def test_the_trained_length_is_kept_and_warned_about(tmp_path):
     generate(model, prompt, 4, top_k=1)
     with pytest.warns(UserWarning, match=r"model\.trained_length=6: a sequence is longer"):
         generate(model, prompt, 5, top_k=1)
+    _, state = model(prompt, return_state=True)
+    with pytest.warns(UserWarning, match=r"model\.trained_length=6: a sequence is longer"):
+        generate(model, np.array([4]), 4, top_k=1, state=state)
     exported = to_pretrained(model, tmp_path / "b")
     assert json.loads((exported / "config.json").read_text())["max_position_embeddings"] == 6
 

@@ -184,3 +184,11 @@ def test_stop_strings_are_sought_in_texts_without_the_space_of_a_word(sentencepi
     assert _until_stop(sentencepiece, [" "], True, "replace", row) == ("the", True)
     assert _until_stop(sentencepiece, [" "], False, "replace", row) == ("", True)
     assert _until_stop(sentencepiece, ["x"], True, "replace", row) == ("the the", False)
+
+
+def test_special_tokens_are_left_out_but_not_texts_that_look_like_them(sentencepiece):
+    special = sentencepiece._tokenizer.token_to_id("<s>")
+    row = np.array([special, *sentencepiece.encode("the <s>"), special])
+    hidden = sentencepiece.special_ids
+    assert _until_stop(sentencepiece, [], True, "replace", row, hidden) == ("the <s>", False)
+    assert _until_stop(sentencepiece, [" <"], True, "replace", row, hidden) == ("the", True)

@@ -339,6 +339,9 @@ def test_bad_arguments_are_named(run, change, message):
         (["--tasks", "x", "--include-path", "nowhere"], "--include-path nowhere: not a folder"),
         (["--tasks", "x", "--data", "text"], "--data text is unsupported with --tasks"),
         (["--limit", "3"], "--limit 3 needs --tasks; leave it out"),
+        (["--tasks", "x", "--limit", "0"], "--limit 0 must be at least 1"),
+        (["--tasks", "x", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["--tasks", "x", "--num-fewshot=-1"], "--num-fewshot -1 must not be negative"),
         (["--tasks", "x", "--output", "no/x.json"], "--output no/x.json: folder no does not exist"),
     ],
 )

@@ -149,7 +149,7 @@ def test_push_and_download(run, saved, from_saved, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "HfApi", lambda: Hub(tmp_path))
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
     assert push(saved if from_saved else run, "me/words") == "https://hub/me/words"
-    assert 'from_pretrained("' in (tmp_path / "me/words/README.md").read_text()
+    assert 'from_pretrained("me/words")' in (tmp_path / "me/words/README.md").read_text()
     model, _ = from_pretrained("me/words")
     assert_same_logits(model, load_run(run)[0])
 
@@ -177,14 +177,14 @@ def test_a_file_in_place_of_shards(run, tmp_path):
     assert_same_logits(again, model)
 
 
-def test_a_missing_repository_is_named(monkeypatch):
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("offline"), RuntimeError("offline")])
+def test_a_missing_repository_is_named(monkeypatch, error):
     def nothing(*_, **__):
-        raise LocalEntryNotFoundError("offline")
+        raise error
 
     monkeypatch.setattr(hub, "snapshot_download", nothing)
-    with pytest.raises(
-        UserError, match="me/words is not a local folder, and could not be downloaded"
-    ):
+    message = "me/words is not a local folder, and could not be downloaded .*Error: offline"
+    with pytest.raises(UserError, match=message):
         from_pretrained("me/words")
 
 

@@ -32,6 +32,7 @@ from heinsen_jax.runtime.signals import exit_immediately
 from heinsen_jax.typing import config_dataclass
 
 try:
+    from heinsen_jax.data.mixture import of_corpus
     from heinsen_jax.data.text import TokenDataset, load_text
     from heinsen_jax.objectives.documents import resolve_documents
     from heinsen_jax.objectives.evaluation import evaluate_model, in_microbatches
@@ -171,12 +172,13 @@ def _of_data(settings: DataConfig, data: str, text_column: str) -> tuple[DataCon
     """The configuration of the data set of --data, and whether the run was not trained on it."""
     trained = [name for weights in settings.mixtures for name in weights] or [settings.corpus]
     own = next((name for name in trained if _same(data, name)), None)
-    settings = replace(settings, corpus=own or data, mixture=None, mixture_stages=())
-    if own is None:
-        settings = replace(
-            settings, validation_fraction=None, test_fraction=0.0, text_column=text_column
-        )
-    return settings, own is None
+    if own is not None:
+        return of_corpus(settings, own) if settings.mixtures else settings, False
+    settings = replace(settings, corpus=data, mixture=None, mixture_stages=())
+    settings = replace(
+        settings, validation_fraction=None, test_fraction=0.0, text_column=text_column
+    )
+    return settings, True
 
 
 def _same(corpus: str, other: str) -> bool:

@@ -15,6 +15,7 @@ from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import storage_errors
 from heinsen_jax.storage.locks import locked
 from heinsen_jax.training.settings import resolve_settings
+from heinsen_jax.training.start import check_start
 from studies.grid import Run, Study, describe
 from studies.plots import draw
 from studies.records import RunRecord, check_measured
@@ -134,6 +135,8 @@ def _check(study: Study) -> None:
                 _check_test(study, tested, config.data, datasets[config.data])
             try:
                 resolve_settings(config, datasets[config.data])
+                if (start := config.training.start) is not None:
+                    check_start(config.model, start)
                 if config.model not in models:
                     costs(config)  # creates the model without its weights
                     models.add(config.model)
@@ -156,10 +159,11 @@ def _check_test(
 
 def _check_content(study: Study, recorded: Recorded) -> None:
     """Check that recorded runs had the current data and teachers."""
-    contents: dict[tuple[AnyDataConfig, str | None], dict[str, str]] = {}
+    contents: dict[tuple[AnyDataConfig, str | None, str | None], dict[str, str]] = {}
     for run in study.all_runs():
         if then := (recorded.of(run) or {}).get("content"):
-            files = run.config.data, run.config.distillation.teacher
+            teaching, start = run.config.distillation, run.config.training.start
+            files = run.config.data, teaching.teacher, start
             if files not in contents:
                 contents[files] = content_of(run.config)
             check_content(then, contents[files], describe(run.labels))

@@ -37,7 +37,7 @@ from heinsen_jax.storage.buckets import absolute_path
 from heinsen_jax.storage.files import joint_hash, write_atomically
 from heinsen_jax.storage.locks import locked
 from heinsen_jax.training import Diverged, train
-from heinsen_jax.training.distillation import Distillation
+from heinsen_jax.training.distillation import Distillation, hash_of_weights
 from heinsen_jax.training.preflight import tokens_per_update
 from heinsen_jax.training.prepare import Modes, prepare_in
 from heinsen_jax.training.recorded import splits_of
@@ -170,6 +170,8 @@ def content_of(config: ExperimentConfig) -> dict[str, str]:
         hashes["data"] = joint_hash(json.dumps(splits_of(dataset.content), sort_keys=True))
     if distillation := Distillation.of(config.distillation, config.model):
         hashes["teacher"] = distillation.weights_hash
+    if (start := config.training.start) is not None:
+        hashes["start"] = hash_of_weights(load_model(start, on_host=True)[0])
     return {name: value[:16] for name, value in hashes.items()}
 
 
@@ -274,6 +276,8 @@ def on_cluster(
 def _anywhere(config: ExperimentConfig) -> ExperimentConfig:
     """A copy with absolute paths."""
     settings, training, teaching = config.data, config.training, config.distillation
+    if training.start is not None:
+        training = replace(training, start=absolute_path(training.start))
     if isinstance(settings, DataConfig):
         settings = settings.absolute()
     if (cache := training.compilation_cache) is not None:

@@ -1,5 +1,7 @@
 """The data of `heinsen_jax.evaluate --data`."""
 
+from pathlib import Path
+
 import pytest
 
 from heinsen_jax.data import DataConfig
@@ -13,7 +15,10 @@ TRAINED = DataConfig(
 
 
 @pytest.mark.parametrize("name", ["a.txt", "c.txt", "./folder/b.txt"])
-def test_only_the_validation_text_of_training_data_is_evaluated(name):
+def test_only_the_validation_text_of_training_data_is_evaluated(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path(name).write_text("text")
     settings, is_other = _of_data(TRAINED, name, "text")
     assert not is_other
     assert settings.corpus == name.removeprefix("./")

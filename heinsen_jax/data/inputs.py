@@ -58,6 +58,26 @@ def sources_of(name: str, downloads: Path, text_column: str = DEFAULT_COLUMN) ->
     return find_sources(Path(name), text_column)
 
 
+def is_path(name: str) -> bool:
+    """Whether an input is a file or a folder, not the name of a data set."""
+    return name not in CORPORA and not name.startswith(HUB)
+
+
+def check_apart(folder: Path, corpus: str, field: str) -> None:
+    """Refuse a folder for results inside a folder of texts: they would be read as texts later.
+
+    Raises:
+      UserError: it is inside, and not hidden.
+    """
+    place, texts = folder.resolve(), Path(corpus).resolve()
+    is_inside = is_path(corpus) and place.is_relative_to(texts)
+    if is_inside and not any(x.startswith(".") for x in place.relative_to(texts).parts):
+        raise UserError(
+            f"{field} {folder} is inside {corpus}, so that it would be read as text at the next "
+            "start; give a folder elsewhere, or move the texts into a folder of their own"
+        )
+
+
 def hashed_sources(sources: dict[str, list[Source]]) -> dict[str, list[Source]]:
     """Hash the sources, with a progress bar for large ones."""
     total = sum(x.size for x in itertools.chain(*sources.values()) if x.is_local)

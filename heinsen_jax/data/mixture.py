@@ -5,15 +5,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import grain
 
 from heinsen_jax.data.config import DataConfig, Documents
 from heinsen_jax.data.dataset import Batch, MixedRows
-from heinsen_jax.data.sources import HeldOut
+from heinsen_jax.data.inputs import HUB, sources_of
+from heinsen_jax.data.manifest import MANIFEST_FILE
+from heinsen_jax.data.sources import DEFAULT_COLUMN, HeldOut, RowKind
 from heinsen_jax.data.text import TokenDataset, load_text
 from heinsen_jax.errors import UserError
+from heinsen_jax.storage.buckets import is_remote, local_path
 
 ENDLESS = 1 << 40  # rows
 
@@ -163,7 +166,6 @@ def load_mixture(config: DataConfig) -> MixedDataset:
         length.
     """
     chosen = dict.fromkeys(name for weights in config.mixtures for name in weights)
-    single = replace(config, mixture=None, mixture_stages=())
     by_name: dict[str, TokenDataset] = {}
     for corpus in chosen:
         name = Path(corpus).name
@@ -172,8 +174,24 @@ def load_mixture(config: DataConfig) -> MixedDataset:
                 f"data.mixture: the name of {corpus} is in use; give corpora whose last path "
                 "components differ, since metrics are named after them"
             )
-        by_name[name] = load_text(replace(single, corpus=corpus))
+        by_name[name] = load_text(of_corpus(config, corpus))
     return MixedDataset(by_name, config)
+
+
+def of_corpus(config: DataConfig, corpus: str) -> DataConfig:
+    """The configuration of one corpus of a mixture, without fields that only others need: a column
+    if its texts are not in rows, and fractions if its splits are published."""
+    config = replace(config, corpus=corpus, mixture=None, mixture_stages=())
+    in_bucket = is_remote(corpus) and not corpus.startswith(HUB)
+    if in_bucket or (Path(corpus) / MANIFEST_FILE).exists():
+        return replace(config, text_column=DEFAULT_COLUMN)
+    downloads = local_path(config.cache, "data.cache") / "downloads"
+    sources = sources_of(corpus, downloads, config.text_column)
+    if not any(source.kind in get_args(RowKind) for source in sources):
+        config = replace(config, text_column=DEFAULT_COLUMN)
+    if all(source.has_published_split for source in sources):
+        config = replace(config, validation_fraction=None, test_fraction=0.0)
+    return config
 
 
 def _shares(weights: Mapping[str, float]) -> dict[str, int]:

@@ -21,8 +21,13 @@ from typing import Annotated, Literal, get_args
 
 import pydantic
 
-from heinsen_jax.data.corpora import CORPORA
-from heinsen_jax.data.inputs import HUB, ensure_local, hashed_sources, sources_by_input
+from heinsen_jax.data.inputs import (
+    check_apart,
+    ensure_local,
+    hashed_sources,
+    is_path,
+    sources_by_input,
+)
 from heinsen_jax.data.manifest import (
     MANIFEST_FILE,
     InputRecord,
@@ -117,6 +122,8 @@ def prepare(
         cannot be written, is in use, or has another data set or other files.
     """
     output = local_path(output, "output")
+    for name in inputs:
+        check_apart(output, name, "output")
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     rule = _split_rule(
         split, validation_fraction, test_fraction, [*itertools.chain(*by_input.values())]
@@ -214,7 +221,7 @@ def _recipe(
         text_column=text_column,
         inputs=tuple(
             InputRecord(
-                name=name if name in CORPORA or name.startswith(HUB) else Path(name).resolve().name,
+                name=printable(Path(name).resolve().name) if is_path(name) else name,
                 files=len(group),
                 bytes=sum(source.size for source in group),
                 fingerprint=joint_hash(*(str(source.identity) for source in group)),

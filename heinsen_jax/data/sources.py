@@ -211,8 +211,11 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
 
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not _is_hidden(name)]
+        for link in filter(Path.is_symlink, (Path(parent, name) for name in folders)):
+            if any(x.resolve().is_relative_to(link.resolve()) for x in link.parents):
+                raise UserError(f"{link} is a link to a folder that contains it; remove it")
         yield from (Path(parent, name) for name in names if not _is_hidden(name))
 
 

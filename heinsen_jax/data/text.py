@@ -13,12 +13,14 @@ from heinsen_jax.data.config import MODEL, DataConfig, Documents
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.fetch import fetch_prepared
-from heinsen_jax.data.inputs import HUB, sources_of
+from heinsen_jax.data.inputs import HUB, check_apart, is_path, sources_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import SplitChoice, prepare
 from heinsen_jax.data.sources import DEFAULT_COLUMN, HeldOut, Source, SplitName
 from heinsen_jax.data.tokenizers import (
+    get_tokenizer,
+    has_name,
     load_tokenizer,
     tokenizer_name,
     tokenizer_version,
@@ -89,6 +91,7 @@ class TokenDataset:
                 "texts with; delete the folder and prepare it again"
             )
         self._plans: dict[int, Plan] = {}
+        self._splits: dict[SplitName, TokenSource] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -195,8 +198,10 @@ class TokenDataset:
         )
 
     def split(self, name: SplitName) -> TokenSource:
-        """The tokens of a split."""
-        return TokenSource(self.folder, self.manifest, name)
+        """The tokens of a split, whose files stay open, since the cache may be deleted."""
+        if name not in self._splits:
+            self._splits[name] = TokenSource(self.folder, self.manifest, name)
+        return self._splits[name]
 
 
 def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDataset:
@@ -224,6 +229,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
         dataset = TokenDataset(corpus)
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
+    check_apart(cache, config.corpus, "data.cache")
     downloads = cache / "downloads"
     sources = sources_of(config.corpus, downloads, config.text_column)
     if all(source.has_published_split for source in sources):
@@ -312,6 +318,12 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
             f"tokenizer={config.tokenizer}, but {config.corpus} was prepared with "
             f"{manifest.tokenizer}; set tokenizer={manifest.tokenizer}"
         )
+    is_local = not has_name(config.tokenizer) and Path(config.tokenizer).exists()
+    if is_local and get_tokenizer(config.tokenizer).fingerprint != manifest.tokenizer_fingerprint:
+        raise UserError(
+            f"tokenizer={config.tokenizer} differs from the {manifest.tokenizer} with which "
+            f"{config.corpus} was prepared; set tokenizer={config.corpus}, or prepare it again"
+        )
     defaults = {"validation_fraction": None, "test_fraction": 0.0, "text_column": DEFAULT_COLUMN}
     for name, default in defaults.items():
         given, prepared = getattr(config, name), getattr(manifest, name)
@@ -325,12 +337,12 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
 def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:
     """Folder name in the cache, which differs wherever tokens may differ."""
     path = Path(config.corpus)
-    is_path = config.corpus not in CORPORA and not config.corpus.startswith(HUB)
-    name = path.resolve().stem if is_path else config.corpus.removeprefix(HUB)
+    is_local = is_path(config.corpus)
+    name = path.resolve().stem if is_local else config.corpus.removeprefix(HUB)
     stem = config.corpus if config.corpus in CORPORA else re.sub(r"[^A-Za-z0-9]+", "-", name)
     versions = [source.version for source in sources if source.remote is None]
     decides = [
-        str(path.resolve()) if is_path else "",
+        str(path.resolve()) if is_local else "",
         config.validation_fraction or "",
         "" if split == "auto" else split,
         tokenizer_version(config.tokenizer),

@@ -122,6 +122,16 @@ class CheckpointReader:
         evaluated."""
         return self._first_intact(sorted(self._steps, key=lambda step: (self._loss(step), -step)))
 
+    def names(self, step: int) -> frozenset[str]:
+        """The names of the arrays of a step.
+
+        Raises:
+          UserError: they cannot be read.
+        """
+        item = self.folder / str(step) / ITEM
+        with reading_steps(item):
+            return frozenset(ocp.PyTreeCheckpointHandler().metadata(epath.Path(item)).tree)
+
     def restore(self, step: int, abstract: Tree) -> Tree:
         """Restore a pytree like `abstract` (shapes, dtypes, shardings), or a part of the saved one.
         Arrays without a sharding are NumPy arrays.

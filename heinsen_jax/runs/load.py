@@ -93,7 +93,9 @@ def load_run(
         return model, None if is_task else data.load_tokenizer(run.files), step
 
 
-def load_model(workdir: str | Path, *, best: bool = True) -> tuple[LanguageModel, int]:
+def load_model(
+    workdir: str | Path, *, best: bool = True, on_host: bool = False
+) -> tuple[LanguageModel, int]:
     """`load_run` without the tokenizer. Loading a model folder needs no extra; a run's checkpoint
     needs the extra `train`.
 
@@ -101,7 +103,7 @@ def load_model(workdir: str | Path, *, best: bool = True) -> tuple[LanguageModel
       UserError: as `load_run`.
     """
     with open_run(workdir) as run:
-        return _loaded(run, best, False, AS_SAVED)[:2]
+        return _loaded(run, best, on_host, AS_SAVED)[:2]
 
 
 def load_architecture(workdir: str | Path) -> LanguageModelConfig:
@@ -140,9 +142,7 @@ def _loaded(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
     if run.checkpoints.is_dir():
-        has_average = config["optimizer"].get("ema_decay") is not None
-        name = "average" if has_average else "parameters"
-        parameters, step = _load_checkpoint(run, name, abstract, best)
+        parameters, step = _load_checkpoint(run, abstract, best)
     else:
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
@@ -171,11 +171,9 @@ def load_text_run(
     return model, tokenizer, step
 
 
-def _load_checkpoint(
-    run: RunFolder, name: str, abstract: nnx.State, best: bool
-) -> tuple[nnx.State, int]:
-    """Load the parameters, or their average, by the name in `TrainState`, and the step of a run's
-    best (or latest) checkpoint."""
+def _load_checkpoint(run: RunFolder, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
+    """Load the weights of a run's best (or latest) checkpoint, and its step: the average of the
+    parameters, if the checkpoint has one, as `TrainState.weights`."""
     checkpoints = extra_module("heinsen_jax.runs.checkpoints").CheckpointReader(run)
     step = checkpoints.best_step() if best else checkpoints.latest_step()
     checkpoints.check_lost("bring one back, or train it again")
@@ -183,6 +181,8 @@ def _load_checkpoint(
         raise UserError(_no_checkpoint(run))
     for warning in checkpoints.warnings():
         warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
+    has_average = any(name.startswith("average.") for name in checkpoints.names(step))
+    name = "average" if has_average else "parameters"
     return checkpoints.restore(step, {name: abstract})[name], step
 
 

@@ -63,6 +63,15 @@ def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> Non
     new_parameters(model, load_architecture(config.teacher))
 
 
+def hash_of_weights(model: LanguageModel) -> str:
+    """SHA-256 of the parameters of a model on the host, with their names, shapes and dtypes."""
+    digest = hashlib.sha256()
+    for name, value in flatten_with_names(nnx.state(model, nnx.Param)).items():
+        digest.update(f"{name} {value.shape} {value.dtype} ".encode())
+        digest.update(value.ravel().view(np.uint8))
+    return digest.hexdigest()
+
+
 class DistillationLosses(NamedTuple):
     """Losses of an imitation.
 
@@ -134,12 +143,8 @@ class Distillation:
 
     @cached_property
     def weights_hash(self) -> str:
-        """SHA-256 of the teacher's parameters, with their names, shapes and dtypes."""
-        digest = hashlib.sha256()
-        for name, value in flatten_with_names(nnx.state(self.teacher, nnx.Param)).items():
-            digest.update(f"{name} {value.shape} {value.dtype} ".encode())
-            digest.update(value.ravel().view(np.uint8))
-        return digest.hexdigest()
+        """`hash_of_weights` of the teacher."""
+        return hash_of_weights(self.teacher)
 
     def check_unchanged(self, workdir: Path) -> None:
         """Check that the teacher has the weights that a run has recorded, if any.

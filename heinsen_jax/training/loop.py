@@ -32,6 +32,7 @@ from heinsen_jax.training.prepare import Prepared
 from heinsen_jax.training.profiling import Clock, Tracer
 from heinsen_jax.training.program import Program
 from heinsen_jax.training.recorded import record
+from heinsen_jax.training.start import check_start
 from heinsen_jax.training.state import (
     TrainState,
     init_sharded,
@@ -242,6 +243,9 @@ class _Run:
                 )
                 self.checkpoints.record_newest(default=0)
         start = self.checkpoints.latest_step()
+        if start is None and (given := self.config.distillation.start) is not None:
+            with together():  # not earlier: a previous stage may have to train it first
+                check_start(self.config.model, given, "distillation.start")
         lost = [f"warning: {text}: step {start} is used" for text in lost]
         if start is None and recorded:
             lost.append(

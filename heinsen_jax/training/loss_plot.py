@@ -19,7 +19,8 @@ def plot_losses(workdir: Path) -> Path:
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name, linewidth=1, markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(workdir.name, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     with storage_errors(workdir):

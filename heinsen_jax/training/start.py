@@ -13,8 +13,8 @@ LORA = ".lora."
 """Part of the names of low-rank additions."""
 
 
-def check_start(model: LanguageModelConfig, start: str) -> None:
-    """Check that a run can begin with the weights in the folder `start`.
+def check_start(model: LanguageModelConfig, start: str, field: str = "training.start") -> None:
+    """Check that a run can begin with the weights in the folder `start`, which a field names.
 
     Raises:
       UserError: the folder has no model, or one of other sizes; or only low-rank additions are
@@ -23,7 +23,7 @@ def check_start(model: LanguageModelConfig, start: str) -> None:
     try:
         theirs = load_architecture(start)
     except UserError as error:
-        raise UserError(f"training.start={start}: {error}") from None
+        raise UserError(f"{field}={start}: {error}") from None
     lacking = sorted(name for name in new_parameters(model, theirs) if LORA not in name)
     if model.lora_rank is not None and lacking:
         raise UserError(

@@ -77,7 +77,9 @@ def make_train_step(
                 assert ema_decay is not None
                 rate = 1 - jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
                 average = jax.tree.map(  # exact where parameters do not change
-                    lambda old, new: old + rate * (new - old), state.average, parameters
+                    lambda old, new: (old + rate * (new - old)).astype(old.dtype),
+                    state.average,
+                    parameters,
                 )
             parameters, optimizer_state, average = jax.tree.map(
                 lambda new, old: jnp.where(is_good, new, old),

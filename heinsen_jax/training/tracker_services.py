@@ -4,9 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax.traverse_util import flatten_dict
-
 from heinsen_jax.errors import MissingExtra, UserError, extra_module
+from heinsen_jax.training.config import flat
 from heinsen_jax.training.trackers import Status, TrackedRun, Tracker
 
 MLFLOW_STATUS: dict[Status, str] = {
@@ -101,7 +100,7 @@ class MLflow(_Service):
             project = experiment.experiment_id if experiment else None
             project = project or client.create_experiment(run.project)
             self._id = client.create_run(project, run_name=run.name).info.run_id
-            fields = flatten_dict({**run.config}, sep=".")
+            fields = flat({**run.config})
             parameters = [entities.Param(name, str(value)) for name, value in fields.items()]
         else:
             self._id = run.id

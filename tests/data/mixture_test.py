@@ -9,6 +9,8 @@ import pytest
 
 from heinsen_jax import data
 from heinsen_jax.data import Batch, DataConfig, MixedDataset
+from heinsen_jax.data.mixture import of_corpus
+from heinsen_jax.data.prepare import prepare
 from heinsen_jax.errors import UserError
 
 BATCH, LENGTH = 8, 16
@@ -170,3 +172,21 @@ def test_corpora_need_names_of_their_own(config, tmp_path):
 def test_invalid_mixtures_are_refused(fields, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         DataConfig(**fields)
+
+
+def test_corpora_ignore_fields_that_only_others_need(config, tmp_path):
+    rows = "".join(f'{{"body": "row {i}"}}\n' for i in range(400))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    prepared = prepare([str(tmp_path / "b")], "bytes", tmp_path / "prepared")
+    assert prepared.text_column == "text"
+    names = [str(tmp_path / name) for name in ("a", "prepared", "rows.jsonl")]
+    mixed = dataclasses.replace(
+        config, mixture=dict.fromkeys(names, 1.0), text_column="body", validation_fraction=0.3
+    )
+    with pytest.raises(UserError, match=r"validation_fraction=0\.3, but .* prepared with"):
+        data.load(mixed)
+    dataset = data.load(dataclasses.replace(mixed, validation_fraction=None))
+    assert [*dataset.sources] == ["a", "prepared", "rows.jsonl"]
+    assert chr(dataset.sources["rows.jsonl"].split("train").read(0, 0, 1)[0]) == "r"
+    single = of_corpus(mixed, names[0])
+    assert (single.corpus, single.text_column, single.mixture) == (names[0], "text", None)

@@ -3,6 +3,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from heinsen_jax.data import text
 from heinsen_jax.data.config import DataConfig
 from heinsen_jax.data.manifest import Manifest, Shard, Split
 from heinsen_jax.data.pipeline import train_batches, validation_batches
+from heinsen_jax.data.prepare import prepare
 from heinsen_jax.data.text import TokenDataset
 from heinsen_jax.data.tokenizers import get_tokenizer, save_tokenizer
 from heinsen_jax.errors import UserError
@@ -396,3 +398,26 @@ def test_package_exports_its_public_names() -> None:
         assert getattr(data, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         data.nothing  # noqa: B018
+
+
+def test_the_cache_may_be_deleted_once_data_are_loaded(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be " * 100)
+    cache = tmp_path / "cache"
+    config = DataConfig(corpus=str(tmp_path / "a.txt"), cache=str(cache), sequence_length=8)
+    dataset = data.load(config)
+    before = dataset.held_out_rows(config)[""][0].tokens
+    shutil.rmtree(cache)
+    np.testing.assert_array_equal(dataset.held_out_rows(config)[""][0].tokens, before)
+
+
+def test_prepared_data_of_another_tokenizer_with_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the theory " * 50)
+    for parent, merges in (("a", 0), ("b", 5)):
+        document = json.loads(byte_level().to_str())
+        del document["model"]["merges"][merges:]
+        write(tmp_path / parent / "mine", document)
+    prepare([str(tmp_path / "a.txt")], str(tmp_path / "a/mine"), tmp_path / "out")
+    config = DataConfig(corpus=str(tmp_path / "out"), tokenizer=str(tmp_path / "a/mine"))
+    data.load(config)
+    with pytest.raises(UserError, match=r"tokenizer=.*b/mine differs from the mine with which"):
+        data.load(dataclasses.replace(config, tokenizer=str(tmp_path / "b/mine")))

@@ -20,8 +20,8 @@ import pytest
 import zstandard
 
 from heinsen_jax.config import load_config
+from heinsen_jax.data import DataConfig, load, streams
 from heinsen_jax.data import prepare as prepare_module
-from heinsen_jax.data import streams
 from heinsen_jax.data.documents import read_documents
 from heinsen_jax.data.download import Remote, ensure_downloaded
 from heinsen_jax.data.hub import _source as hub_source
@@ -547,3 +547,30 @@ def test_a_run_s_folder_keeps_its_tokenizer(tmp_path):
     with pytest.raises(UserError, match="give the name of a new folder"):
         prepare([str(text)], "bytes", run)
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    write(tmp_path / "in" / "a.txt", b"text")
+    write(tmp_path / "other" / "b.txt", b"text")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "other")
+    assert [x.name for x in find_sources(tmp_path / "in")] == ["in/a.txt", "in/more/b.txt"]
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "in")
+    with pytest.raises(UserError, match="in/more/back is a link to a folder that contains it"):
+        find_sources(tmp_path / "in")
+
+
+def test_names_may_be_no_utf8(tmp_path):
+    path = write(tmp_path / os.fsdecode(b"caf\xe9.txt"), b"to be " * 100)
+    assert prepare([str(path)], "bytes", tmp_path / "out").inputs[0].name == r"caf\udce9.txt"
+
+
+def test_results_are_not_written_among_texts(tmp_path, monkeypatch):
+    """They would be texts of the next start."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data" / "a.txt", b"to be " * 100)
+    with pytest.raises(UserError, match=r"data\.cache data is inside data, .* next start"):
+        load(DataConfig(corpus="data"))
+    with pytest.raises(UserError, match="output data/out is inside data"):
+        prepare(["data"], "bytes", Path("data/out"))
+    load(DataConfig(corpus="data", cache="data/.cache"))
+    load(DataConfig(corpus="data/a.txt"))

@@ -239,6 +239,14 @@ def test_other_seeds_are_checked_before_any_run(tmp_path):
     assert not executor.done
 
 
+def test_weights_to_start_from_are_sought_before_any_run(tmp_path):
+    executor, training = Fake(), replace(STUDY.base.training, start="nothing")
+    study = replace(STUDY, base=replace(STUDY.base, training=training))
+    with pytest.raises(UserError, match=r"training\.start=nothing: nothing holds no run"):
+        run_study(study, tmp_path, executor)
+    assert not executor.done
+
+
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / RESULTS_FILE).write_text("{}x\n")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1, is damaged"):
@@ -255,7 +263,7 @@ def test_paths_are_the_same_for_all_nodes(tmp_path, monkeypatch):
         mixture_stages=((10, {"b.txt": 1.0}),),
         tokenizer="tokenizer.json",
     )
-    training = replace(BASE.training, compilation_cache="gs://bucket/cache")
+    training = replace(BASE.training, compilation_cache="gs://bucket/cache", start="runs/base")
     distillation = replace(BASE.distillation, teacher="runs/teacher")
     relative = replace(BASE, data=settings, training=training, distillation=distillation)
     absolute = runs._anywhere(relative)
@@ -266,7 +274,7 @@ def test_paths_are_the_same_for_all_nodes(tmp_path, monkeypatch):
         tokenizer=f"{tmp_path}/tokenizer.json",
         cache=f"{tmp_path}/data",
     )
-    assert absolute.training == training
+    assert absolute.training == replace(training, start=f"{tmp_path}/runs/base")
     assert absolute.distillation.teacher == f"{tmp_path}/runs/teacher"
     named = runs._anywhere(replace(BASE, data=DataConfig(corpus="tinyshakespeare"))).data
     assert (named.corpus, named.tokenizer) == ("tinyshakespeare", "bytes")

@@ -77,12 +77,16 @@ def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
             assert (checkpoints.latest_step(), checkpoints.best_step()) == (3, 1)
 
 
+@pytest.mark.parametrize("has_average", [False, True])
 @pytest.mark.parametrize("ema_decay", [None, 0.5])
-def test_the_average_of_the_weights_is_loaded_if_the_run_has_one(tmp_path, ema_decay):
+def test_the_average_of_the_weights_is_loaded_if_the_checkpoint_has_one(
+    tmp_path, ema_decay, has_average
+):
+    """The run may have resumed without one, by --allow-change."""
     sizes = {"vocab_size": 11, "model_dim": 8, "num_layers": 1, "num_heads": 2}
     model = random_model(LanguageModelConfig(attention="linear", **sizes))
     parameters = nnx.state(model, nnx.Param)
-    average = jax.tree.map(lambda x: x + 1, parameters)
+    average = jax.tree.map(lambda x: x + 1, parameters) if has_average else None
     optimizer = OptimizerConfig(ema_decay=ema_decay)
     config = ExperimentConfig(model=model.config, data=Induction(), optimizer=optimizer)
     (tmp_path / "config.json").write_text(json.dumps(as_json(config)))
@@ -90,7 +94,7 @@ def test_the_average_of_the_weights_is_loaded_if_the_run_has_one(tmp_path, ema_d
         checkpoints.save(5, TrainState(jnp.array(5), parameters, (), Guard.first(), average))
     loaded, tokenizer, step = load_run(tmp_path)
     assert (tokenizer, step) == (None, 5)
-    wanted = parameters if ema_decay is None else average
+    wanted = average if has_average else parameters
     for have, want in zip(
         *map(jax.tree.leaves, (nnx.state(loaded, nnx.Param), wanted)), strict=True
     ):

@@ -268,3 +268,11 @@ def test_settings_that_do_not_fit_are_refused(teacher, tmp_path, settings, said)
         settings = settings | {"teacher": str(workdir)}
     with pytest.raises(UserError, match=said):
         run(tmp_path / "run", replace(chosen, distillation=DistillationConfig(**settings)))
+
+
+def test_weights_to_start_from_are_sought_before_compilation(teacher, tmp_path, capsys):
+    workdir, _, chosen = teacher
+    settings = DistillationConfig(teacher=str(workdir), start="nothing")
+    with pytest.raises(UserError, match=r"distillation\.start=nothing: nothing holds no run"):
+        run(tmp_path / "run", replace(chosen, distillation=settings))
+    assert "compil" not in capsys.readouterr().out

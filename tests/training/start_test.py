@@ -195,3 +195,11 @@ def test_frozen_parameters_are_not_rounded():
     masks = {"a": False, "b": True}
     program = jax.jit(lambda x: apply_updates(x, zeros, jax.random.key(0), masks)).lower(x)
     assert "threefry" not in program.as_text()
+
+
+def test_lora_has_an_average_of_the_weights(imported, tmp_path):
+    """The frozen weights in bfloat16 stay in this dtype, and as they are."""
+    words = "--model.lora-rank=2", "--optimizer.ema-decay=0.9", "--training.steps=3"
+    ours, start = parameters(tuned(imported, tmp_path / "run", *words)), from_pretrained(QWEN)[0]
+    for name, x in parameters(start).items():
+        np.testing.assert_array_equal(ours[name], x)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -19,11 +20,13 @@ from heinsen_jax.training.trackers import TrackedRun, Tracking
 def started_twice(small, tmp_path):
     """Start a tracker, log step 5 and 10, resume from step 5, and log step 10 again."""
 
+    config = replace(small, data=replace(small.data, mixture={"hf://owner/name": 1.0}))
+
     def start(name):
         said = []
         for rows in ({5: 2.0, 10: 1.0}, {10: 1.5}):
             with Tracking(services([name]), said.append) as tracking:
-                tracking.start(TrackedRun("run", "tests", tmp_path, as_json(small), environment()))
+                tracking.start(TrackedRun("run", "tests", tmp_path, as_json(config), environment()))
                 for step, loss in rows.items():
                     tracking.log(step, {"train/loss": loss, "train/skipped": float("nan")})
                 tracking.finish("stopped" if 5 in rows else "finished")

@@ -98,14 +98,22 @@ def searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[
         for place, run in enumerate(runs)
         if recorded.of(run) is not None
     }
-    if (middle := len(runs) // 2) not in ranks:
+    middle = len(runs) // 2
+    if not ranks:
         centers = [middle]
     elif max(ranks.values())[0] == -math.inf:  # all diverged: better ones may be on either side
         centers = [*ranks]
     else:
         centers = [max(ranks, key=lambda place: ranks[place])]
-    near = {place + step for place in centers for step in (-1, 0, 1)}
+    near = _near(centers, len(runs))
+    if middle not in ranks and near - ranks.keys():  # interrupted, or begun on other labels
+        near = _near([middle], len(runs))
     return [run for place, run in enumerate(runs) if place in ranks or place in near]
+
+
+def _near(centers: Sequence[int], number: int) -> set[int]:
+    """The places of some labels and of their neighbors, of a number of labels."""
+    return {x for center in centers for x in range(center - 1, center + 2) if 0 <= x < number}
 
 
 def results_of(study: Study, output: Path) -> list[Comparison]:

@@ -1711,8 +1711,8 @@ COMMANDS_FAULTS = {
     ),
     "an evaluation of training text": Fault(
         "heinsen_jax/evaluate.py",
-        "return settings, own is None",
-        "return settings, True",
+        "return of_corpus(settings, own) if settings.mixtures else settings, False",
+        "return of_corpus(settings, own) if settings.mixtures else settings, True",
     ),
     "an unread token that a saved chat lacks": Fault(
         "heinsen_jax/chat.py",

@@ -1,7 +1,7 @@
 """The interface of attention mechanisms."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar, Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
@@ -117,7 +117,11 @@ class _Declared:
     """Capabilities of a layer as configured; with the default configuration on its class."""
 
     def __get__(self, layer: "Attention | None", kind: "type[Attention]") -> Capabilities:
-        return (kind.Config() if layer is None else layer.config).capabilities
+        if layer is not None:
+            return layer.config.capabilities
+        if any(x.default is MISSING and x.default_factory is MISSING for x in fields(kind.Config)):
+            raise AttributeError(f"{kind.__name__}: its capabilities depend on its configuration")
+        return kind.Config().capabilities
 
 
 class Attention(nnx.Module, Generic[ConfigT, StateT]):
@@ -244,6 +248,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
             )
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
+        check_batch(state, x.shape[:-2])
         call = CallArguments(source, is_causal, segment_ids, state)
         if current_mesh() is None:
             y, after = self.apply(x, call)
@@ -299,6 +304,16 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         and segments would cover whole sequences."""
         del length
         return {}
+
+
+def check_batch(state: PyTree, batch: tuple[int, ...]) -> None:
+    """Raise ValueError unless the arrays of a state have these batch axes."""
+    for x in jax.tree.leaves(state):
+        if x.ndim and x.shape[: len(batch)] != batch:
+            raise ValueError(
+                f"state: it has an array {[*x.shape]}, but x has the batch axes {[*batch]}; create "
+                "it with init_state(batch_shape), or repeat the state of one sequence"
+            )
 
 
 def num_bytes(arrays: PyTree) -> int:

@@ -50,6 +50,11 @@ class RWKV7Config(MatrixStateConfig):
     """Rank of the map to the output gate; 5 sqrt(model_dim), rounded to a multiple of 32, when
     None."""
 
+    def __post_init__(self) -> None:
+        for name in ("output_gate", "gate_activation"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: rwkv7 has a gate of its own, of low rank; leave it out")
+
     def ranks(self, model_dim: int) -> tuple[int, int, int]:
         """The ranks of the maps to decays, shares and gates, with the defaults resolved."""
 

@@ -12,6 +12,7 @@ from jax import lax
 from heinsen_jax.goom.numbers import Goom, to_goom
 from heinsen_jax.goom.wide import LARGEST, NONE, Wide, exponent_of, normal, power_of_2, product
 from heinsen_jax.ops.choice import first_safe
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array
 
@@ -32,6 +33,7 @@ def products(matrices: Matrices, start: Wide, *, keep: bool) -> tuple[Wide, Any]
       start: S_0 `[*B, N, M]`.
       keep: whether all states are kept.
     """
+    start = varying_like(start, matrices)
     length = len(jax.tree.leaves(matrices)[0])
     block = min(BLOCK, length)
     count = -(-length // block)

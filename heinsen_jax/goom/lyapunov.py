@@ -8,6 +8,7 @@ from heinsen_jax.goom.blocks import products, with_identities
 from heinsen_jax.goom.chains import chain_products, square
 from heinsen_jax.goom.numbers import floats, norm, to_goom
 from heinsen_jax.goom.wide import Wide
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float
 
@@ -52,7 +53,7 @@ def _exponents(jacobians: Float[Array, "T N N"]) -> Float[Array, "N"]:
     chunk = -(-length // count)
     padded = with_identities(jacobians, count * chunk - length)
     chunks = padded.reshape(count, chunk, size, size).swapaxes(0, 1)
-    identity = jnp.eye(size, dtype=jacobians.dtype)
+    identity = varying_like(jnp.eye(size, dtype=jacobians.dtype), jacobians)
     ones = Wide.of(jnp.broadcast_to(identity, (count, size, size)))
     of_chunks, _ = products(chunks, ones, keep=False)
 

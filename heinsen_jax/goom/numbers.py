@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from heinsen_jax.ops.numerics import finite, safe_log
 from heinsen_jax.typing import (
@@ -84,10 +86,17 @@ class Goom:
     __array_ufunc__ = None  # NumPy's arrays leave their operators to these
 
 
-def with_tangent(tangent: Array) -> Goom:
-    """A tangent of numbers: signs are integers, and have none."""
-    none: Any = np.zeros(tangent.shape, jax.dtypes.float0)
-    return Goom(tangent, none)
+def with_rule(function: Callable[..., Goom]) -> Any:
+    """Decorate a function of numbers whose `log_abs` has a rule of differentiation, `defjvp`. Signs
+    are computed apart: a rule cannot return their tangents inside `jax.shard_map`."""
+    logs = jax.custom_jvp(lambda *x: function(*x).log_abs)
+
+    @wraps(function)
+    def numbers(*x: Any) -> Goom:
+        return Goom(logs(*x), function(*lax.stop_gradient(x)).sign)
+
+    setattr(numbers, "defjvp", logs.defjvp)  # noqa: B010  # functions declare no attributes
+    return numbers
 
 
 def unit(x: Goom) -> Goom:
@@ -140,7 +149,7 @@ def to_goom(x: ArrayLike) -> Goom:
     return _to_goom(floats(x))
 
 
-@jax.custom_jvp
+@with_rule
 def _to_goom(x: Float[Array, "*S"]) -> Goom:
     return Goom(jnp.log(jnp.abs(x)), jnp.sign(x).astype(jnp.int8))
 
@@ -148,7 +157,7 @@ def _to_goom(x: Float[Array, "*S"]) -> Goom:
 @_to_goom.defjvp
 def _to_goom_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    return _to_goom(x), with_tangent(dx / jnp.where(x == 0, 1, x))
+    return _to_goom(x).log_abs, dx / jnp.where(x == 0, 1, x)
 
 
 @jax.custom_jvp
@@ -200,11 +209,24 @@ def add(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
       >>> round(float(total.log_abs), 2)
       10000.69
     """
-    x, y = broadcast(x, y)
-    return sum(jax.tree.map(lambda *parts: jnp.stack(parts), x, y), 0)
+    return _add(*broadcast(x, y))
 
 
-@jax.custom_jvp
+@with_rule
+def _add(x: Goom, y: Goom) -> Goom:
+    largest = finite(jnp.maximum(x.log_abs, y.log_abs))
+    first, second = (signed(z.sign, jnp.exp(z.log_abs - largest)) for z in (x, y))
+    return scaled(first + second, largest)
+
+
+@_add.defjvp
+def _add_jvp(primals, tangents):
+    z = _add(*primals)
+    first, second = (ratio(unit(x), unit(z)) for x in primals)
+    return z.log_abs, first * tangents[0].log_abs + second * tangents[1].log_abs
+
+
+@with_rule
 def _multiply(x: Goom, y: Goom) -> Goom:
     return Goom(x.log_abs + y.log_abs, x.sign * y.sign)
 
@@ -216,7 +238,7 @@ def _multiply_jvp(primals, tangents):
     is_zero = z.log_abs == -jnp.inf
     from_x = jnp.where(is_zero, signed(y.sign, clipped_exp(y.log_abs)), 1)
     from_y = jnp.where(is_zero, signed(x.sign, clipped_exp(x.log_abs)), 1)
-    return z, with_tangent(from_x * dx.log_abs + from_y * dy.log_abs)
+    return z.log_abs, from_x * dx.log_abs + from_y * dy.log_abs
 
 
 def multiply(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
@@ -249,7 +271,7 @@ def sum(x: Goom | ArrayLike, axis: int) -> Goom:
     return _sum(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), as_goom(x)))
 
 
-@jax.custom_jvp
+@with_rule
 def _sum(x: Goom) -> Goom:
     """The sum over the first axis."""
     largest = finite(jnp.max(x.log_abs, 0, initial=-jnp.inf))
@@ -262,7 +284,7 @@ def _sum_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     z = _sum(x)
     unit_z = jax.tree.map(lambda leaf: leaf[None], unit(z))
-    return z, with_tangent(jnp.sum(ratio(unit(x), unit_z) * dx.log_abs, 0))
+    return z.log_abs, jnp.sum(ratio(unit(x), unit_z) * dx.log_abs, 0)
 
 
 def scaled(x: Array, exponent: Array) -> Goom:

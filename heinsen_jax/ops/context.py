@@ -34,6 +34,7 @@ def over_context(
     *arrays: Array,
     summary: Callable[..., Mergeable],
     empty: Mergeable,
+    cut: Mergeable | None = None,
     axis_name: str | tuple[str, ...] = "context",
     is_causal: bool = True,
     segment_ids: Array | None = None,
@@ -53,6 +54,7 @@ def over_context(
       summary: called with the arrays and, with segments, key_value_seq_lengths `[*B, 2]`; returns
         the state of those tokens alone.
       empty: the state of no tokens.
+      cut: the state of no tokens after the start of a segment; `empty` when None.
       axis_name: name of the mesh axis, or names of several.
       is_causal: whether tokens attend only to themselves and earlier tokens. If not, states must
         merge in any order.
@@ -89,15 +91,15 @@ def over_context(
         """Return the state after a device's tokens, and the part of other devices' states that is
         visible here."""
         (after, visible), (device, state, (continues, is_whole)) = carry, entry
-        before = _where(continues, after, empty)
+        before = _where(continues, after, cut)
         if is_causal:
             visible = _where(device == index, before, visible)
         else:
             visible = _where(device == index, visible, visible.merge(state))
-        return (_where(is_whole, before, empty).merge(state), visible), None
+        return (_where(is_whole, before, cut).merge(state), visible), None
 
     first = empty if initial_state is None else initial_state
-    first, empty = varying_like((first, empty), states)
+    first, empty, cut = varying_like((first, empty, empty if cut is None else cut), states)
     visible = varying_like(empty if is_causal else first, own)
     devices = jnp.arange(lax.axis_size(axis_name)), states, joins
     (after, visible), _ = lax.scan(merge_next, (first, visible), devices)

@@ -99,5 +99,14 @@ def varying_like(tree: Tree, example: object) -> Tree:
     return jax.tree.map(cast, tree)
 
 
+def varying_alike(arguments: Tree) -> Tree:
+    """Mark all arrays among arguments as varying over the same devices of a `jax.shard_map`."""
+    leaves, structure = jax.tree.flatten(arguments)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    cast = iter(varying_like(arrays, arrays))
+    leaves = [next(cast) if isinstance(x, jax.Array) else x for x in leaves]
+    return jax.tree.unflatten(structure, leaves)
+
+
 def _varying_axes(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying

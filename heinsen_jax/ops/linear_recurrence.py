@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.layout import varying_alike
 from heinsen_jax.ops.numerics import (
     Softmax,
     finite,
@@ -112,10 +113,15 @@ def log_linear_recurrence(
     log_coefficients, log_inputs = _aligned(
         axis, log_coefficients=log_coefficients, log_inputs=log_inputs
     )
-    shape = list(log_inputs.shape)
-    del shape[axis]
-    initial = jnp.full(shape, -jnp.inf, log_inputs.dtype) if initial is None else initial
-    initial = jnp.broadcast_to(initial, shape)
+    if log_inputs.shape[axis] == 0:
+        return log_inputs
+    arguments = log_coefficients, log_inputs, initial
+    log_coefficients, log_inputs, initial = varying_alike(arguments)
+    first = lax.index_in_dim(log_inputs, 0, axis, keepdims=False)
+    if initial is None:
+        initial = jnp.full_like(first, -jnp.inf)
+    else:  # split over devices as the inputs are
+        initial = jnp.broadcast_to(initial, first.shape) + jnp.zeros_like(first)
     return _log_total(axis, log_coefficients, log_inputs, initial)
 
 

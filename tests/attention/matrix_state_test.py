@@ -119,3 +119,8 @@ def test_an_activation_needs_an_output_gate():
     with pytest.raises(ValueError, match="gate_activation='silu' without a gate; set output_gate"):
         random_layer("deltanet", gate_activation="silu")
     assert random_layer("deltanet", output_gate="head").gate.kernel.shape[1] == 2
+
+
+def test_rwkv7_has_no_other_gate():
+    with pytest.raises(ValueError, match="output_gate: rwkv7 has a gate of its own"):
+        random_layer("rwkv7", output_gate="head")

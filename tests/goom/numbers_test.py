@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from heinsen_jax import goom
 from heinsen_jax.goom import Goom, from_goom, to_goom
@@ -78,6 +79,38 @@ def test_strict_promotion(name):
 
     with jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(jax.grad(total, (0, 1)), jnp.bfloat16(X), jnp.bfloat16(Y))
+
+
+CHAINS = {
+    "chain_products": lambda x: goom.chain_products(x, return_all=False),
+    "lyapunov_exponents": goom.lyapunov_exponents,
+    "matmul": lambda x: goom.matmul(x[0], x[1]) + 1,
+    "norm": goom.norm,
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_each_device_has_gradients_of_its_own_numbers(name):
+    """Inside the user's `jax.shard_map`."""
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def total(x):
+        numbers = CHAINS[name](x[0])
+        return jnp.sum(numbers.log_abs if isinstance(numbers, Goom) else numbers)
+
+    spec = PartitionSpec("data")
+    gradient = jax.shard_map(jax.grad(total), mesh=mesh, in_specs=spec, out_specs=spec)
+    x = jax.ShapeDtypeStruct((2, 5, 3, 3), jnp.float32)
+    assert jax.eval_shape(gradient, x).shape == x.shape
+
+
+def test_gradients_of_sums_with_a_constant_keep_the_sharding():
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=split)
+    with jax.sharding.use_abstract_mesh(mesh):
+        gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum((to_goom(x) + 1.5).log_abs)), x)
+    assert gradient.sharding.spec == PartitionSpec("data", None)
 
 
 @pytest.mark.nightly

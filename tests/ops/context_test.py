@@ -59,7 +59,7 @@ def results(arrays, *, is_split: bool, is_causal: bool = True, **given):
 
     def loss(arrays, given):
         y, after = (call_split if is_split else call)(arrays, given)
-        return jnp.sum(jnp.sin(y)) + jnp.sum(after.log_z), (y, after.log_s, after.log_z)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(after.log_z), (y, after)
 
     return jax.jit(jax.grad(loss, has_aux=True))(arrays, given)
 
@@ -90,6 +90,14 @@ def test_parts_keep_the_decay_of_an_initial_state(arrays):
     state = LogAttentionState.empty((), 1, 2, 3, has_decay=True)
     state = state.absorb(key[:2], value[:2], np.full(key[:2].shape[:2], -0.2, np.float32))
     assert_split_equals_whole(arrays, initial_state=state)
+
+
+def test_parts_keep_the_dtype_of_an_initial_state(arrays):
+    state = LogAttentionState.empty((), 1, 2, 3, jnp.bfloat16)
+    states = [results(arrays, is_split=x, initial_state=state)[1][1] for x in (True, False)]
+    for one, other in zip(*map(jax.tree.leaves, states), strict=True):
+        assert one.dtype == other.dtype == jnp.bfloat16
+        np.testing.assert_allclose(*(np.float32(x) for x in (one, other)), rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from heinsen_jax import ops
 from heinsen_jax.ops import dot_product_attention, linear_attention, log_attention
 from heinsen_jax.ops.devices import Axis, annotations_of, leaf_axes
+from tests.ops.catalogue import near_edges
 
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
 ELSEWHERE = {"edge_counts", "orthogonal_features", "over_context", "sharded_log_attention"}
@@ -125,6 +126,11 @@ def test_functions_of_elements_keep_the_sharding(name):
     assert y.sharding.spec == PartitionSpec("a", None, "b", None)
 
 
+def test_a_recurrence_splits_the_initial_state_like_its_inputs():
+    y = jax.eval_shape(recurrence, heads(8, "a", None, "b"), heads(8, "a", None, "b"), heads(8))
+    assert y.sharding.spec == PartitionSpec("a", None, "b", None)
+
+
 def test_branches_of_the_user_keep_their_arrays():
     x = jax.ShapeDtypeStruct((8, 16, 4), jnp.float32, sharding=heads(8, "a").sharding)
     weight = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=heads(8).sharding)
@@ -136,6 +142,35 @@ def test_branches_of_the_user_keep_their_arrays():
         return ops.segment_recurrence(lambda x: x @ weight, y, weight[:2], segment_length=4)
 
     assert jax.eval_shape(apply, x, weight).sharding.spec == PartitionSpec("a", None, None)
+
+
+def scan(query: jax.Array, key: jax.Array, log_decay: jax.Array) -> jax.Array:
+    return log_attention(query, key, key, log_decay=-log_decay[..., 0], implementation="scan")
+
+
+def recurrence(log_inputs: jax.Array, log_coefficients: jax.Array, initial: jax.Array) -> jax.Array:
+    initial = initial[:, 0]
+    return ops.log_linear_recurrence(log_coefficients, log_inputs, initial=initial, axis=1)
+
+
+@pytest.mark.parametrize(
+    "op", [recurrence, scan, near_edges, dot_product_attention, linear_attention]
+)
+@pytest.mark.parametrize("index", range(3))
+def test_devices_may_share_arguments(op, index):
+    """Inside the user's `jax.shard_map`, where types say which arrays vary over devices."""
+    mesh = AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((2, 16, 4, 4), jnp.float32)
+    specs = [PartitionSpec("a") if index == i else PartitionSpec() for i in range(3)]
+    arrays = [
+        x if index == i else jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for i in range(3)
+    ]
+
+    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.grad(lambda *x: jnp.sum(op(*x)), argnums=(0, 1, 2))(*arrays)
+
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=tuple(specs), out_specs=tuple(specs))
+    assert [x.shape for x in jax.eval_shape(mapped, *arrays)] == [x.shape for x in arrays]
 
 
 def test_every_op_is_decorated():

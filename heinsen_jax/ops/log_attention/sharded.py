@@ -4,11 +4,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 
 from heinsen_jax.ops.context import over_context, summary_of
+from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.log_attention.api import Implementation, log_attention
-from heinsen_jax.ops.log_attention.state import LogAttentionState
+from heinsen_jax.ops.log_attention.state import LogAttentionState, narrowed
 from heinsen_jax.typing import Array, Decay, Inexact, Keys, Query, Segments, wide
 
 
@@ -86,33 +88,42 @@ def sharded_log_attention(
             "log_decay: unsupported with is_causal=False on a split sequence; call "
             "log_attention with the whole sequence on each device"
         )
-    dtype = wide(query, key, log_value)
+    given, has_total = initial_state, log_decay is not None or segment_ids is not None
+    dtype = wide(query, key, log_value, *jax.tree.leaves(given))
     *batch, _, groups, key_depth = key.shape
-    sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
-    empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
-    before = initial_state
-    if before is not None and has_decay != (before.log_decay is not None):
-        decay = jnp.zeros_like(before.log_z) if has_decay else None
-        initial_state = replace(before, log_decay=decay)
+    sizes = groups, key_depth, log_value.shape[-1]
+    empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_total)
+    cut = replace(empty, log_decay=jnp.full_like(empty.log_z, -jnp.inf)) if has_total else empty
+
+    def like_empty(state: LogAttentionState) -> LogAttentionState:
+        """The state with the arrays of the empty one, in its dtypes."""
+        total = jnp.zeros_like(state.log_z) if state.log_decay is None else state.log_decay
+        return astype_like(replace(state, log_decay=total if has_total else None), empty)
 
     def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:
         decay = log_decay[0] if log_decay else None
         options["implementation"] = implementation
         return log_attention(query, key, log_value, log_decay=decay, **options)
 
+    def summary(*arrays: Array, **options: Any) -> LogAttentionState:
+        return like_empty(summary_of(op)(*arrays, **options))
+
     y, state = over_context(
         partial(op, return_state=True),
         *(x for x in (query, key, log_value, log_decay) if x is not None),
-        summary=summary_of(op),
+        summary=summary,
         empty=empty,
+        cut=cut,
         axis_name=axis_name,
         is_causal=is_causal,
         segment_ids=segment_ids,
-        initial_state=initial_state,
+        initial_state=None if given is None else like_empty(given),
         return_state=return_state,
     )
     if not return_state:
         return y
-    if before is not None and before is not initial_state:
-        state = replace(state, log_decay=before.log_decay)
+    if given is not None:
+        has_total = has_total and given.log_decay is not None
+        total = state.log_decay if has_total else given.log_decay
+        state = narrowed(replace(state, log_decay=total), given)
     return y, state

@@ -114,7 +114,7 @@ class LogAttentionState:
         earlier = _decayed(before, total)
         tokens = (jnp.moveaxis(x, -3, -2) for x in (key, log_value))
         after = self.from_averages(absorb(earlier.to_averages(), *tokens))
-        return _narrowed(replace(after, log_decay=earlier.log_decay), self)
+        return narrowed(replace(after, log_decay=earlier.log_decay), self)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Inexact[Array, "*B T N V"]:
         """Attend to the state, eq. (5): log Y = LSE_k(Q_k + H_S,k) - LSE_k(Q_k + H_Z,k).
@@ -229,7 +229,7 @@ class HeinsenAttentionState:
         added = averages_of(*(jnp.moveaxis(x, -3, -2) for x in (key, value)))
         earlier = _decayed(before, total)
         merged = merge_averages(earlier.to_averages(), added, is_log=False)
-        return _narrowed(replace(self.from_averages(merged), log_decay=earlier.log_decay), self)
+        return narrowed(replace(self.from_averages(merged), log_decay=earlier.log_decay), self)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
         """Attend to the state: Y = sum_k softmax_k(Q_k + H_Z,k) M_k.
@@ -395,10 +395,10 @@ def _promoted(
     return jax.tree.map(lambda x: x.astype(dtype if jnp.isrealobj(x) else x.dtype), given)
 
 
-def _narrowed(state: State, before: State) -> State:
-    """A state in the dtype of the one before."""
-    dtype = before.log_z.dtype
-    return jax.tree.map(lambda x: x.astype(dtype if jnp.isrealobj(x) else x.dtype), state)
+def narrowed(state: State, before: State) -> State:
+    """A state in the dtype of the one before, or the complex dtype of the same precision."""
+    dtypes = before.log_z.dtype, common_dtype(before.log_z, jnp.complex64)
+    return jax.tree.map(lambda x: x.astype(dtypes[jnp.iscomplexobj(x)]), state)
 
 
 def _decayed(state: State, log_decay: Array | None) -> State:

@@ -508,7 +508,7 @@ OPS_FAULTS = {
     ),
     "a segment that continues the one before it": Fault(
         "heinsen_jax/ops/context.py",
-        "before = _where(continues, after, empty)",
+        "before = _where(continues, after, cut)",
         "before = after",
     ),
     "own tokens that count twice": Fault(

@@ -23,7 +23,7 @@ from tests.compilations import compiles_again
 
 LENGTH, ROWS = 24, 3
 SHORT = "linear", "softmax"
-SHORT_PAIRS = {("log", "gradient outside jit"), ("mlstm", "gradient outside jit")}
+SHORT_PAIRS = {("log", "gradient outside jit")}
 REVERSE_ONLY = {"additive", "l1", "l1_sparse", "log", "log_window", "performer"}
 """Mechanisms with a custom backward pass."""
 NOT_QUANTIZED = {"colt5", "log_window", "mla", "rmt"}

@@ -242,7 +242,7 @@ def test_coefficients_that_do_not_fit_are_refused(function, shape):
 
 def test_short_sequences_without_jit():
     with jax.disable_jit():
-        for length in (1, 2, 3, 4, 5):
+        for length in (1, 2, 5):
             x = jnp.full((length, 2), -0.5)
             expected = step_by_step(np.asarray(x), np.asarray(x))
             np.testing.assert_allclose(log_linear_recurrence(x, x), expected, atol=1e-6)

@@ -114,7 +114,8 @@ class CallArguments(Generic[StateT]):
 
 
 class _Declared:
-    """Capabilities of a layer as configured; with the default configuration on its class."""
+    """Capabilities of a layer as configured. Its class has those of the default configuration, or
+    none if the configuration has required fields."""
 
     def __get__(self, layer: "Attention | None", kind: "type[Attention]") -> Capabilities:
         if layer is not None:
@@ -216,7 +217,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
         Raises:
           NotImplementedError: the mechanism lacks a capability that the call needs.
-          ValueError: x or source is not of width D.
+          ValueError: x or source is not of width D, or the state has other batch axes than x.
         """
         for name, tokens in (("x", x), ("source", source)):
             if tokens is not None and tokens.shape[-1] != self.model_dim:
@@ -246,9 +247,9 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
             raise NotImplementedError(
                 "state is unsupported with is_causal=False or source; pass all tokens"
             )
+        check_batch(state, x.shape[:-2])
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
-        check_batch(state, x.shape[:-2])
         call = CallArguments(source, is_causal, segment_ids, state)
         if current_mesh() is None:
             y, after = self.apply(x, call)
@@ -307,12 +308,12 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
 
 def check_batch(state: PyTree, batch: tuple[int, ...]) -> None:
-    """Raise ValueError unless the arrays of a state have these batch axes."""
+    """Raise ValueError unless the first axes of all arrays of a state are these batch axes."""
     for x in jax.tree.leaves(state):
-        if x.ndim and x.shape[: len(batch)] != batch:
+        if np.ndim(x) and np.shape(x)[: len(batch)] != batch:
             raise ValueError(
-                f"state: it has an array {[*x.shape]}, but x has the batch axes {[*batch]}; create "
-                "it with init_state(batch_shape), or repeat the state of one sequence"
+                f"state: an array has shape {[*np.shape(x)]}, but x has batch axes {[*batch]}; "
+                "create the state with init_state(batch_shape), or repeat that of one sequence"
             )
 
 

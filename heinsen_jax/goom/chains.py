@@ -13,7 +13,7 @@ from jax import lax
 from heinsen_jax.goom.blocks import products, with_identities
 from heinsen_jax.goom.numbers import Goom, floats
 from heinsen_jax.goom.wide import Wide, product
-from heinsen_jax.ops.layout import varying_like
+from heinsen_jax.ops.layout import equally_varying
 from heinsen_jax.ops.numerics import matmul as matrix_product
 from heinsen_jax.typing import Array, Float, common_dtype
 
@@ -80,7 +80,7 @@ def chain_products(
     initial = initial if isinstance(initial, Goom) else floats(initial)
     dtype = common_dtype(matrices.dtype, initial.dtype)
     matrices, start = matrices.astype(dtype), Wide.of(initial.astype(dtype))
-    start = varying_like(start, matrices)
+    matrices, start = equally_varying((matrices, start))
     if len(start.shape) != 2 or start.shape[0] != size:
         raise ValueError(f"initial {start.shape} must be [N, M], with N = {size}")
     if reset is not None and start.shape[1] > size:

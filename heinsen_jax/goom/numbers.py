@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from heinsen_jax.ops.numerics import finite, safe_log
 from heinsen_jax.typing import (
@@ -86,17 +84,30 @@ class Goom:
     __array_ufunc__ = None  # NumPy's arrays leave their operators to these
 
 
-def with_rule(function: Callable[..., Goom]) -> Any:
-    """Decorate a function of numbers whose `log_abs` has a rule of differentiation, `defjvp`. Signs
-    are computed apart: a rule cannot return their tangents inside `jax.shard_map`."""
-    logs = jax.custom_jvp(lambda *x: function(*x).log_abs)
+class WithRule:
+    """Function of numbers with a rule of differentiation.
 
-    @wraps(function)
-    def numbers(*x: Any) -> Goom:
-        return Goom(logs(*x), function(*lax.stop_gradient(x)).sign)
+    Inside, signs are floats of tangent 0: `jax.shard_map` refuses tangents of integers.
+    """
 
-    setattr(numbers, "defjvp", logs.defjvp)  # noqa: B010  # functions declare no attributes
-    return numbers
+    def __init__(self, function: Callable[..., Goom]):
+        self._parts = jax.custom_jvp(lambda *x: _in_floats(function(*x)))
+
+    def __call__(self, *x: Any) -> Goom:
+        log_abs, sign = self._parts(*x)
+        return Goom(log_abs, sign.astype(jnp.int8))
+
+    def defjvp(self, rule: Callable[[Any, Any], tuple[Goom, Array]]) -> None:
+        """Set the rule: it returns the result and the tangent of its `log_abs`."""
+
+        @self._parts.defjvp
+        def parts(primals, tangents):
+            z, tangent = rule(primals, tangents)
+            return _in_floats(z), (tangent, jnp.zeros_like(tangent))
+
+
+def _in_floats(x: Goom) -> tuple[Array, Array]:
+    return x.log_abs, x.sign.astype(x.log_abs.dtype)
 
 
 def unit(x: Goom) -> Goom:
@@ -149,7 +160,7 @@ def to_goom(x: ArrayLike) -> Goom:
     return _to_goom(floats(x))
 
 
-@with_rule
+@WithRule
 def _to_goom(x: Float[Array, "*S"]) -> Goom:
     return Goom(jnp.log(jnp.abs(x)), jnp.sign(x).astype(jnp.int8))
 
@@ -157,7 +168,7 @@ def _to_goom(x: Float[Array, "*S"]) -> Goom:
 @_to_goom.defjvp
 def _to_goom_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    return _to_goom(x).log_abs, dx / jnp.where(x == 0, 1, x)
+    return _to_goom(x), dx / jnp.where(x == 0, 1, x)
 
 
 @jax.custom_jvp
@@ -212,7 +223,7 @@ def add(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
     return _add(*broadcast(x, y))
 
 
-@with_rule
+@WithRule
 def _add(x: Goom, y: Goom) -> Goom:
     largest = finite(jnp.maximum(x.log_abs, y.log_abs))
     first, second = (signed(z.sign, jnp.exp(z.log_abs - largest)) for z in (x, y))
@@ -223,10 +234,10 @@ def _add(x: Goom, y: Goom) -> Goom:
 def _add_jvp(primals, tangents):
     z = _add(*primals)
     first, second = (ratio(unit(x), unit(z)) for x in primals)
-    return z.log_abs, first * tangents[0].log_abs + second * tangents[1].log_abs
+    return z, first * tangents[0].log_abs + second * tangents[1].log_abs
 
 
-@with_rule
+@WithRule
 def _multiply(x: Goom, y: Goom) -> Goom:
     return Goom(x.log_abs + y.log_abs, x.sign * y.sign)
 
@@ -238,7 +249,7 @@ def _multiply_jvp(primals, tangents):
     is_zero = z.log_abs == -jnp.inf
     from_x = jnp.where(is_zero, signed(y.sign, clipped_exp(y.log_abs)), 1)
     from_y = jnp.where(is_zero, signed(x.sign, clipped_exp(x.log_abs)), 1)
-    return z.log_abs, from_x * dx.log_abs + from_y * dy.log_abs
+    return z, from_x * dx.log_abs + from_y * dy.log_abs
 
 
 def multiply(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
@@ -271,7 +282,7 @@ def sum(x: Goom | ArrayLike, axis: int) -> Goom:
     return _sum(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), as_goom(x)))
 
 
-@with_rule
+@WithRule
 def _sum(x: Goom) -> Goom:
     """The sum over the first axis."""
     largest = finite(jnp.max(x.log_abs, 0, initial=-jnp.inf))
@@ -284,7 +295,7 @@ def _sum_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     z = _sum(x)
     unit_z = jax.tree.map(lambda leaf: leaf[None], unit(z))
-    return z.log_abs, jnp.sum(ratio(unit(x), unit_z) * dx.log_abs, 0)
+    return z, jnp.sum(ratio(unit(x), unit_z) * dx.log_abs, 0)
 
 
 def scaled(x: Array, exponent: Array) -> Goom:

@@ -34,7 +34,6 @@ def over_context(
     *arrays: Array,
     summary: Callable[..., Mergeable],
     empty: Mergeable,
-    cut: Mergeable | None = None,
     axis_name: str | tuple[str, ...] = "context",
     is_causal: bool = True,
     segment_ids: Array | None = None,
@@ -53,8 +52,7 @@ def over_context(
       arrays: inputs at this device's tokens.
       summary: called with the arrays and, with segments, key_value_seq_lengths `[*B, 2]`; returns
         the state of those tokens alone.
-      empty: the state of no tokens.
-      cut: the state of no tokens after the start of a segment; `empty` when None.
+      empty: the state of no tokens; it may have an `after_cut`, that at the start of a segment.
       axis_name: name of the mesh axis, or names of several.
       is_causal: whether tokens attend only to themselves and earlier tokens. If not, states must
         merge in any order.
@@ -99,7 +97,8 @@ def over_context(
         return (_where(is_whole, before, cut).merge(state), visible), None
 
     first = empty if initial_state is None else initial_state
-    first, empty, cut = varying_like((first, empty, empty if cut is None else cut), states)
+    cut = getattr(empty, "after_cut", empty)
+    first, empty, cut = varying_like((first, empty, cut), states)
     visible = varying_like(empty if is_causal else first, own)
     devices = jnp.arange(lax.axis_size(axis_name)), states, joins
     (after, visible), _ = lax.scan(merge_next, (first, visible), devices)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from heinsen_jax.ops.layout import varying_alike, varying_like
+from heinsen_jax.ops.layout import equally_varying, varying_like
 from heinsen_jax.sharding import Rules, batch_names, current_mesh, rules_in_use
 from heinsen_jax.typing import Array, PyTree
 
@@ -105,7 +105,7 @@ def over_devices(op: F) -> F:
         free = current_mesh()
         if mesh is None and (rules is None or free is None or free.manual_axes):
             if jax.sharding.get_abstract_mesh().manual_axes:
-                args, keywords = varying_alike((args, keywords))
+                args, keywords = equally_varying((args, keywords))
             return op(*args, **keywords)
         arguments = inspect.signature(op).bind(*args, **keywords).arguments
         annotations = annotations_of(op)

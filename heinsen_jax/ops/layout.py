@@ -99,7 +99,7 @@ def varying_like(tree: Tree, example: object) -> Tree:
     return jax.tree.map(cast, tree)
 
 
-def varying_alike(arguments: Tree) -> Tree:
+def equally_varying(arguments: Tree) -> Tree:
     """Mark all arrays among arguments as varying over the same devices of a `jax.shard_map`."""
     leaves, structure = jax.tree.flatten(arguments)
     arrays = [x for x in leaves if isinstance(x, jax.Array)]

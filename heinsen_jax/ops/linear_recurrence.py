@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.layout import varying_alike
+from heinsen_jax.ops.layout import equally_varying
 from heinsen_jax.ops.numerics import (
     Softmax,
     finite,
@@ -116,7 +116,7 @@ def log_linear_recurrence(
     if log_inputs.shape[axis] == 0:
         return log_inputs
     arguments = log_coefficients, log_inputs, initial
-    log_coefficients, log_inputs, initial = varying_alike(arguments)
+    log_coefficients, log_inputs, initial = equally_varying(arguments)
     first = lax.index_in_dim(log_inputs, 0, axis, keepdims=False)
     if initial is None:
         initial = jnp.full_like(first, -jnp.inf)

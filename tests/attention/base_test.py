@@ -43,10 +43,10 @@ def test_capabilities_may_need_a_configuration():
 @pytest.mark.parametrize("name", ["goom_ssm", "gated_deltanet", "softmax"])
 @pytest.mark.parametrize(("given", "batch"), [((), (4,)), ((1,), (4,))])
 def test_a_state_of_other_sequences_is_refused(name, given, batch):
-    """Batch axes broadcast for a few mechanisms; results of the others were errors of JAX."""
+    """A few mechanisms would broadcast it."""
     layer, x = random_layer(name), jnp.zeros((*batch, 3, MODEL_DIM))
     state = layer.init_state(given, capacity=8)
-    with pytest.raises(ValueError, match=r"state: it has an array \[.* but x has the batch axes"):
+    with pytest.raises(ValueError, match=r"state: an array has shape \[.* but x has batch axes"):
         layer(x, state=state)
 
 

@@ -82,6 +82,7 @@ def test_strict_promotion(name):
 
 
 CHAINS = {
+    "initial": lambda x: goom.chain_products(jnp.ones((5, 3, 3)), initial=x[0], return_all=False),
     "chain_products": lambda x: goom.chain_products(x, return_all=False),
     "lyapunov_exponents": goom.lyapunov_exponents,
     "matmul": lambda x: goom.matmul(x[0], x[1]) + 1,

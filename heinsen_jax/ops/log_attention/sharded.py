@@ -88,17 +88,16 @@ def sharded_log_attention(
             "log_decay: unsupported with is_causal=False on a split sequence; call "
             "log_attention with the whole sequence on each device"
         )
-    given, has_total = initial_state, log_decay is not None or segment_ids is not None
-    dtype = wide(query, key, log_value, *jax.tree.leaves(given))
+    has_decay = log_decay is not None or segment_ids is not None
+    dtype = wide(query, key, log_value, *jax.tree.leaves(initial_state))
     *batch, _, groups, key_depth = key.shape
     sizes = groups, key_depth, log_value.shape[-1]
-    empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_total)
-    cut = replace(empty, log_decay=jnp.full_like(empty.log_z, -jnp.inf)) if has_total else empty
+    empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
 
     def like_empty(state: LogAttentionState) -> LogAttentionState:
         """The state with the arrays of the empty one, in its dtypes."""
         total = jnp.zeros_like(state.log_z) if state.log_decay is None else state.log_decay
-        return astype_like(replace(state, log_decay=total if has_total else None), empty)
+        return astype_like(replace(state, log_decay=total if has_decay else None), empty)
 
     def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:
         decay = log_decay[0] if log_decay else None
@@ -113,17 +112,16 @@ def sharded_log_attention(
         *(x for x in (query, key, log_value, log_decay) if x is not None),
         summary=summary,
         empty=empty,
-        cut=cut,
         axis_name=axis_name,
         is_causal=is_causal,
         segment_ids=segment_ids,
-        initial_state=None if given is None else like_empty(given),
+        initial_state=None if initial_state is None else like_empty(initial_state),
         return_state=return_state,
     )
     if not return_state:
         return y
-    if given is not None:
-        has_total = has_total and given.log_decay is not None
-        total = state.log_decay if has_total else given.log_decay
-        state = narrowed(replace(state, log_decay=total), given)
+    if initial_state is not None:
+        is_given = has_decay and initial_state.log_decay is not None
+        total = state.log_decay if is_given else initial_state.log_decay
+        state = narrowed(replace(state, log_decay=total), initial_state)
     return y, state

@@ -148,6 +148,11 @@ class LogAttentionState:
             log_s = log_add_exp(*logs)
         return LogAttentionState(log_s, log_z, earlier.log_decay)
 
+    @property
+    def after_cut(self) -> LogAttentionState:
+        """An empty state at the start of a segment: `merge` drops what is before it."""
+        return _after_cut(self)
+
     def to_averages(self) -> Averages:
         """Averages of values in log space; log_s is real."""
         return Averages(self.log_z, self.log_s - where_empty(self.log_z, jnp.inf)[..., None])
@@ -254,6 +259,11 @@ class HeinsenAttentionState:
         merged = merge_averages(earlier.to_averages(), other.to_averages(), is_log=False)
         return replace(self.from_averages(merged), log_decay=earlier.log_decay)
 
+    @property
+    def after_cut(self) -> HeinsenAttentionState:
+        """As `LogAttentionState.after_cut`."""
+        return _after_cut(self)
+
     def to_averages(self) -> Averages:
         return Averages(self.log_z, self.mean)
 
@@ -263,6 +273,12 @@ class HeinsenAttentionState:
 
 
 State = TypeVar("State", LogAttentionState, HeinsenAttentionState)
+
+
+def _after_cut(empty: State) -> State:
+    if empty.log_decay is None:
+        return empty
+    return replace(empty, log_decay=jnp.full_like(empty.log_decay, -jnp.inf))
 
 
 def averages_of(key: Float[Array, "*B S K"], value: Float[Array, "*B S V"]) -> Averages:
@@ -397,8 +413,8 @@ def _promoted(
 
 def narrowed(state: State, before: State) -> State:
     """A state in the dtype of the one before, or the complex dtype of the same precision."""
-    dtypes = before.log_z.dtype, common_dtype(before.log_z, jnp.complex64)
-    return jax.tree.map(lambda x: x.astype(dtypes[jnp.iscomplexobj(x)]), state)
+    real, complex_dtype = before.log_z.dtype, common_dtype(before.log_z, jnp.complex64)
+    return jax.tree.map(lambda x: x.astype(real if jnp.isrealobj(x) else complex_dtype), state)
 
 
 def _decayed(state: State, log_decay: Array | None) -> State:

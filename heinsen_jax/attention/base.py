@@ -114,8 +114,8 @@ class CallArguments(Generic[StateT]):
 
 
 class _Declared:
-    """Capabilities of a layer as configured. Its class has those of the default configuration, or
-    none if the configuration has required fields."""
+    """Capabilities of a layer as configured. Its class has the default configuration's, or none if
+    the configuration has required fields."""
 
     def __get__(self, layer: "Attention | None", kind: "type[Attention]") -> Capabilities:
         if layer is not None:
@@ -313,7 +313,7 @@ def check_batch(state: PyTree, batch: tuple[int, ...]) -> None:
         if np.ndim(x) and np.shape(x)[: len(batch)] != batch:
             raise ValueError(
                 f"state: an array has shape {[*np.shape(x)]}, but x has batch axes {[*batch]}; "
-                "create the state with init_state(batch_shape), or repeat that of one sequence"
+                "create the state with init_state(batch_shape), or repeat one sequence's"
             )
 
 

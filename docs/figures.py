@@ -230,15 +230,15 @@ class StudyResults:
 STUDIES = {path.name: StudyResults(path.name) for path in (RESULTS / "studies").iterdir()}
 
 
-def positions(reference: str) -> str:
-    """Rows of losses by position: one model's losses, and differences from them."""
-    metrics = [f"loss_2048_at_{end}" for end in (32, 128, 256, 512, 1024, 2048)]
-    study = STUDIES["long_context"]
-    losses = {name: np.array([study(name, x) for x in metrics]) for (name,) in study.results}
-    first = losses.pop(reference)
+def positions(reference: str, *others: str) -> str:
+    """Rows of losses by position: one model's losses, and differences of others from them."""
+    metrics = [f"test_loss_2048_at_{end}" for end in (32, 128, 256, 512, 1024, 2048)]
+    study = STUDIES["code_contexts"]
+    first = np.array([study(reference, x) for x in metrics])
     rows = [[f"{reference}: loss", *(f"{x:.2f}" for x in first)]]
-    for name, loss in losses.items():
-        rows.append([name, *(f"{x:+.2f}" for x in (loss - first).round(2) + 0)])  # no -0
+    for name in others:
+        differences = np.array([study(name, x) for x in metrics]) - first
+        rows.append([name, *(f"{x:+.2f}" for x in differences.round(2) + 0)])  # no -0
     return lines(rows)
 
 

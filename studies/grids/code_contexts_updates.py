@@ -2,7 +2,7 @@
 
 python -m studies code_contexts_updates --jobs 2 --reuse DIR
 
-Needs about seven hours on two CPU cores, if DIR has the results of the study code_contexts.
+Needs about six hours on two CPU cores, if DIR has the results of the study code_contexts.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from studies import Points, PositionPlot, Study, load_study, sweeps
 from studies.grid import FieldValue
-from studies.grids.code_contexts import BEST, LENGTHS
+from studies.grids.code_contexts import BEST, LENGTHS, RATE
 
 ABOUT = """
 Models of the study code_contexts with 600 and with 2400 updates, which are 0.7 and 2.8 epochs. Each
-number has its own decay of the learning rate and its own best peak, of 0.008 and 0.016 only for
-2400 updates. Models of 2400 updates are also tested on sequences of 8192 tokens. A twentieth of the
-files chooses the learning rates; losses are of another twentieth.
+number has its own decay of the learning rate. Peaks were searched for 600 updates; for 2400, the
+best one of 600 and half of it were tried, and others may be better. Models of 2400 updates are also
+tested on sequences of 8192 tokens. A twentieth of the files chooses the learning rates; losses are
+of another twentieth.
 """
 UPDATES = 600, 2400
 LONGEST = 8192
@@ -34,7 +35,8 @@ def length_of_training(updates: int) -> dict[str, FieldValue]:
 
 def is_run(labels: Mapping[str, str]) -> bool:
     """Whether a learning rate is tried with a number of updates."""
-    return labels["updates"] != str(UPDATES[-1]) or labels["learning_rate"] in ("0.008", "0.016")
+    rates = ("0.032", "0.064") if labels["model"] == "Gated DeltaNet, 1 head" else ("0.008", RATE)
+    return labels["updates"] != str(UPDATES[-1]) or labels["learning_rate"] in rates
 
 
 def get_study() -> Study:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.devices import split_like
 from heinsen_jax.ops.layout import equally_varying
 from heinsen_jax.ops.numerics import (
     Softmax,
@@ -115,13 +116,11 @@ def log_linear_recurrence(
     )
     if log_inputs.shape[axis] == 0:
         return log_inputs
+    first = lax.index_in_dim(log_inputs, 0, axis, keepdims=False)
+    initial = jnp.asarray(-jnp.inf, log_inputs.dtype) if initial is None else initial
+    initial = split_like(jnp.broadcast_to(initial, first.shape), first, first.ndim)
     arguments = log_coefficients, log_inputs, initial
     log_coefficients, log_inputs, initial = equally_varying(arguments)
-    first = lax.index_in_dim(log_inputs, 0, axis, keepdims=False)
-    if initial is None:
-        initial = jnp.full_like(first, -jnp.inf)
-    else:  # split over devices as the inputs are
-        initial = jnp.broadcast_to(initial, first.shape) + jnp.zeros_like(first)
     return _log_total(axis, log_coefficients, log_inputs, initial)
 
 

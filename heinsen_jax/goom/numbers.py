@@ -84,7 +84,7 @@ class Goom:
     __array_ufunc__ = None  # NumPy's arrays leave their operators to these
 
 
-class WithRule:
+class CustomJVP:
     """Function of numbers with a rule of differentiation.
 
     Inside, signs are floats of tangent 0: `jax.shard_map` refuses tangents of integers.
@@ -160,7 +160,7 @@ def to_goom(x: ArrayLike) -> Goom:
     return _to_goom(floats(x))
 
 
-@WithRule
+@CustomJVP
 def _to_goom(x: Float[Array, "*S"]) -> Goom:
     return Goom(jnp.log(jnp.abs(x)), jnp.sign(x).astype(jnp.int8))
 
@@ -223,7 +223,7 @@ def add(x: Goom | ArrayLike, y: Goom | ArrayLike) -> Goom:
     return _add(*broadcast(x, y))
 
 
-@WithRule
+@CustomJVP
 def _add(x: Goom, y: Goom) -> Goom:
     largest = finite(jnp.maximum(x.log_abs, y.log_abs))
     first, second = (signed(z.sign, jnp.exp(z.log_abs - largest)) for z in (x, y))
@@ -237,7 +237,7 @@ def _add_jvp(primals, tangents):
     return z, first * tangents[0].log_abs + second * tangents[1].log_abs
 
 
-@WithRule
+@CustomJVP
 def _multiply(x: Goom, y: Goom) -> Goom:
     return Goom(x.log_abs + y.log_abs, x.sign * y.sign)
 
@@ -282,7 +282,7 @@ def sum(x: Goom | ArrayLike, axis: int) -> Goom:
     return _sum(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), as_goom(x)))
 
 
-@WithRule
+@CustomJVP
 def _sum(x: Goom) -> Goom:
     """The sum over the first axis."""
     largest = finite(jnp.max(x.log_abs, 0, initial=-jnp.inf))

@@ -28,8 +28,8 @@ whose width is chosen so that they have 1.05M to 1.07M parameters. They have fou
 number is given; fewer heads are larger, and so is their state. In hybrids, softmax attention has no
 positions, or ALiBi; "alternating" has two layers of each kind. Windows have rotary positions. Keys
 of Mamba-2, its state size per channel, have 32 numbers like keys of the other mechanisms; 128 were
-published. Learning rates of 16 models were searched; the others have log-attention's. Six models
-have three seeds, the others one.
+published. Learning rates of 16 models were searched; the others have log-attention's. The grid has
+three seeds for six models, of which the table has the finished ones, and one for the others.
 """
 LENGTHS = 32, 128, 512, 2048
 BASELINE = "log, decay by head"

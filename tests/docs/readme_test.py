@@ -113,6 +113,11 @@ def test_the_table_of_losses_is_of_the_records():
     study = STUDIES["code_contexts"]
     number = min(len(study.seeds(name)) for name in models)
     assert f"{('one', 'two', 'three')[number - 1]} seed" in README_TEXT
+    more = study.less("3 Gated DeltaNet of 1 head, then softmax", "3 log, then softmax")
+    assert (
+        f"With Gated DeltaNet in place of log, the hybrid's loss is {more:.2f} larger"
+        in README_TEXT
+    )
 
 
 def test_the_cost_of_exactness_is_of_the_record():

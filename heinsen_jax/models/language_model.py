@@ -68,6 +68,13 @@ MAX_UNROLLED = 32
 compile."""
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def _initialized(
+    kind: type[LanguageModel], config: LanguageModelConfig
+) -> tuple[nnx.GraphDef[LanguageModel], nnx.State]:
+    return nnx.split(kind(config, rngs=nnx.Rngs(0)))
+
+
 def _check_vocabulary(model: LanguageModel, tokens: Shaped[Array | np.ndarray, "*_"]) -> None:
     check_tokens(tokens, model.config.vocab_size)
 
@@ -131,8 +138,8 @@ class LanguageModel(nnx.Module):
 
     @classmethod
     def abstract(cls, config: LanguageModelConfig) -> LanguageModel:
-        """The model with shapes and dtypes in place of weights."""
-        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))
+        """The model with shapes and dtypes in place of weights, traced once for equal arguments."""
+        return nnx.merge(*_initialized.eval_shape(cls, config))
 
     @overload
     def __call__(

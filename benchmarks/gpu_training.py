@@ -95,7 +95,7 @@ def measure(
     return {
         "seconds": seconds,
         "tokens_per_second": tokens_per_second,
-        "utilization": model_flops_utilization(tokens_per_second, flops),
+        "utilization": model_flops_utilization(tokens_per_second, flops, 1),
         "bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
     }
 

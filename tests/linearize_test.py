@@ -630,13 +630,16 @@ def test_an_imported_teacher_and_its_dtype(tmp_path):
     options = linearize.Options(
         model=str(teacher), workdir=str(tmp_path / "run"), data=str(tmp_path / "text.txt")
     )
+    path = teacher / "config.json"
+    values = json.loads(path.read_text())
+    values["data"] |= {"text_column": "words", "test_fraction": 0.1}  # of the teacher's text alone
+    path.write_text(json.dumps(values))
     with open_run(teacher) as run:
         config = read_teacher(options, run)
+    assert (config.data.text_column, config.data.test_fraction) == ("text", 0.0)
     assert config.training.start is None
     stages = plan_stages(config, options, ["--model.param-dtype", "float32"])
     assert {stage.experiment.model.param_dtype for stage in stages} == {"float32"}
-    path = teacher / "config.json"
-    values = json.loads(path.read_text())
     values["model"]["lora_rank"] = 2
     path.write_text(json.dumps(values))
     with open_run(teacher) as run, pytest.raises(UserError, match="has low-rank additions"):

@@ -32,6 +32,12 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
         raise UserError(f"Unrecognized options: {', '.join(first)}; {stray(first[0], fields)}")
     if given.extra:
         raise UserError(given.extra[0].explain())
+    mixture = given.values.get("data.mixture", getattr(config.data, "mixture", None))
+    if "data.corpus" in given.values and mixture is not None:
+        raise UserError(
+            "--data.corpus has no effect beside data.mixture; give --data.mixture None, too, or "
+            "leave it out"
+        )
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in given.values.items():
         section, _, field = name.rpartition(".")

@@ -123,8 +123,11 @@ class Dataset(Protocol[Settings_contra]):
         """Number of training tokens; None if unlimited."""
         ...
 
-    def bytes_per_token(self, split: HeldOut = "validation") -> float | None:
-        """Bytes per token of the text of a split; None without text."""
+    def bytes_per_token(
+        self, config: Settings_contra, split: HeldOut = "validation"
+    ) -> float | None:
+        """Bytes per token of the text of a split, without start tokens that are never predicted;
+        None without text."""
         ...
 
     @property

@@ -71,10 +71,14 @@ class MixedDataset:
         """None, since the sources have epochs of different lengths."""
         return
 
-    def bytes_per_token(self, split: HeldOut = "validation") -> float:
+    def bytes_per_token(self, config: DataConfig, split: HeldOut = "validation") -> float:
         """The mean of the sources' bytes per token, by `validation_weights`."""
-        chosen = {name: weight for name, weight in self.validation_weights.items() if weight}
-        return sum(w * self.sources[name].bytes_per_token(split) for name, w in chosen.items())
+        config = replace(config, documents=self.documents(config))
+        return sum(
+            weight * self.sources[name].bytes_per_token(config, split)
+            for name, weight in self.validation_weights.items()
+            if weight
+        )
 
     @property
     def has_test(self) -> bool:

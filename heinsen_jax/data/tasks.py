@@ -406,7 +406,7 @@ class TaskDataset:
         self.name, self.vocab_size, self.has_labels = task.task, task.vocab_size, task.has_labels
         self.has_test = task.test_examples > 0
 
-    def bytes_per_token(self, split: HeldOut = "validation") -> None:
+    def bytes_per_token(self, config: AnyTask, split: HeldOut = "validation") -> None:
         """None, since a task has no text."""
 
     def train_row(self, config: AnyTask, seed: int) -> Callable[[int], Batch]:

@@ -101,9 +101,10 @@ class TokenDataset:
     def train_tokens(self) -> int:
         return self.manifest.splits["train"].tokens
 
-    def bytes_per_token(self, split: HeldOut = "validation") -> float:
+    def bytes_per_token(self, config: DataConfig, split: HeldOut = "validation") -> float:
         chosen = self.manifest.splits[split]
-        return chosen.bytes / chosen.tokens
+        has_start = bool(self.manifest.start_ids) and self.documents(config) == "separate"
+        return chosen.bytes / (chosen.tokens - has_start * chosen.documents)  # never predicted
 
     @property
     def has_test(self) -> bool:

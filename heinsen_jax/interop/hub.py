@@ -88,7 +88,7 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         match value:
-            case str(path) if Path(path).is_absolute():
+            case str(path) if "/" in path and "://" not in path:
                 return Path(path).name
             case dict(fields):
                 return {plain(name): plain(x) for name, x in fields.items()}
@@ -278,7 +278,9 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     data = config["data"]
     is_text = "corpus" in data
-    source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no folders of users
+    later = [name for _, weights in data.get("mixture_stages", ()) for name in weights]
+    sources = dict.fromkeys([*(data.get("mixture") or ()), *later]) or [str(data.get("corpus"))]
+    source = " + ".join(Path(x).name for x in sources) if is_text else str(data["task"])
     origin = _origin(config)
     source, title = " ".join(source.split()), " ".join(workdir.resolve().name.split())
     settings = {

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from heinsen_jax.config.load import load_config
 from heinsen_jax.config.override import override
 from heinsen_jax.data import AnyDataConfig, DataConfig
+from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.models.config import Dtype
@@ -133,6 +134,8 @@ def read_teacher(options: Options, run: RunFolder) -> ExperimentConfig:
                 f"--data {options.data}: {options.model} is trained on a task; leave it out"
             )
         changed = {"corpus": options.data, "mixture": None, "mixture_stages": ()}
+        changed |= {"text_column": DEFAULT_COLUMN, "validation_fraction": None}
+        changed |= {"test_fraction": 0.0}
         teacher = replace(teacher, data=replace(teacher.data, **changed))
     return teacher
 

@@ -228,6 +228,8 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
       >>> len(shared_weights(config, source)) == len(flatten_with_names(nnx.state(source)))
       True
     """
+    if _additions(source.config) not in ({}, _additions(config)):
+        source = without_lora(source)
     weights = flatten_with_names(jax.tree.map(np.asarray, nnx.state(source, nnx.Param)))
     shared = {}
     for name, (leaf, places) in _matched(config, source.config).items():
@@ -236,6 +238,11 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
             value = parts[0] if places[0].layer is None else np.stack(parts)
             shared[name] = value.astype(leaf.dtype)
     return shared
+
+
+def _additions(config: LanguageModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the low-rank additions by name."""
+    return {name: x.shape for name, x in _parameters(config).items() if ".lora." in name}
 
 
 @cache

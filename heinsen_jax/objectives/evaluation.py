@@ -91,7 +91,7 @@ def evaluate(
             continue
         perplexity = math.exp(min(average.loss, 700.0))
         metrics |= {"loss": average.loss, "perplexity": perplexity, "accuracy": average.accuracy}
-        if is_causal and (size := dataset.bytes_per_token(split)) is not None:
+        if is_causal and (size := dataset.bytes_per_token(config, split)) is not None:
             metrics["bits_per_byte"] = average.loss / math.log(2) / size
     return metrics | by_position
 

@@ -13,7 +13,7 @@ from heinsen_jax.errors import UserError, first_line, parse_json
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.checksums import find_damage, find_damaged_array
 from heinsen_jax.runs.folder import RunFolder
-from heinsen_jax.runs.record import SAVED_FILE, newest_saved
+from heinsen_jax.runs.record import LOSSES_FILE, SAVED_FILE, newest_saved
 from heinsen_jax.runs.storage_errors import is_of_storage, reading_steps
 from heinsen_jax.storage.buckets import AnyPath
 
@@ -43,6 +43,7 @@ class CheckpointReader:
         self.folder = self._run.checkpoints
         self.damaged: dict[int, str] = {}
         self._saved_file = self._run.files.resolve() / SAVED_FILE
+        self._changed_at = newest_saved(self._saved_file.with_name(LOSSES_FILE)) or 0
 
     def _finished(self) -> list[int]:
         """The finished steps."""
@@ -71,9 +72,14 @@ class CheckpointReader:
     def _loss(self, step: int) -> float:
         """The validation loss of a step; infinity if it was not evaluated, or is not a number."""
         try:
-            return -score(parse_json((self.folder / str(step) / METRICS).read_bytes()))
+            return -self._score(parse_json((self.folder / str(step) / METRICS).read_bytes()))
         except FileNotFoundError:  # another process is removing the step
             return math.inf
+
+    def _score(self, metrics: dict[str, float]) -> float:
+        """`score`; -inf if the loss was measured before the data changed."""
+        is_earlier = self._changed_at and metrics.get("step", 0) <= self._changed_at
+        return -math.inf if is_earlier else score(metrics)
 
     def check_lost(self, remedy: str, *, recorded: int = 0) -> None:
         """Check that a run without checkpoints never had any.

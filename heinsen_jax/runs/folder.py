@@ -18,6 +18,7 @@ from etils import epath
 
 from heinsen_jax.errors import UserError, check_regular, extra_module
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, newest_saved, read_config
+from heinsen_jax.runs.weights import has_weights
 from heinsen_jax.storage import buckets
 from heinsen_jax.storage.buckets import AnyPath, move
 from heinsen_jax.storage.files import free_name, storage_errors
@@ -170,6 +171,11 @@ def check_folder(run: RunFolder, *, restart: bool) -> None:
     """
     if not run.shared.is_dir():
         return
+    if has_weights(run.files):
+        raise UserError(
+            f"--workdir {run} holds the weights of a model, which checkpoints would hide; give a "
+            "new or an empty folder"
+        )
     try:
         if read_config(run.files) is not None:
             return

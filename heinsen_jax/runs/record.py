@@ -12,6 +12,9 @@ CONFIG_FILE = "config.json"
 SAVED_FILE = "last_checkpoint.json"
 """Records the newest step that was saved, 0 before the first, so that lost checkpoints are
 noticed."""
+LOSSES_FILE = "losses_since.json"
+"""Records the last step before the data or their evaluation changed: earlier losses cannot be
+compared with later ones."""
 DATA_FILE = "data_manifest.json"
 """Manifest of the prepared data of a run."""
 

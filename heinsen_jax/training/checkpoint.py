@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.checkpoints import CheckpointReader, is_finished, score
+from heinsen_jax.runs.checkpoints import CheckpointReader, is_finished
 from heinsen_jax.runs.checksums import (
     add_last_checksums,
     find_damage,
@@ -18,6 +18,7 @@ from heinsen_jax.runs.checksums import (
     write_checksums,
 )
 from heinsen_jax.runs.folder import RunFolder
+from heinsen_jax.runs.record import LOSSES_FILE
 from heinsen_jax.runs.storage_errors import quiet_failed_saves, reading_steps, writing_steps
 from heinsen_jax.runtime.distributed import gather, process_0_first, together
 from heinsen_jax.storage.buckets import AnyPath, move
@@ -40,10 +41,10 @@ class Checkpoints(CheckpointReader):
             if is_first:
                 self._set_damaged_aside()
         self._verify_newest()
-        best = BestN(get_metric_fn=score, n=1)
+        best = BestN(get_metric_fn=self._score, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-            best_fn=score,
+            best_fn=self._score,
             cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._complete),
         )
@@ -108,6 +109,14 @@ class Checkpoints(CheckpointReader):
         with storage_errors(self._saved_file.parent):
             write_atomically(self._saved_file, json.dumps({"step": newest}).encode())
 
+    def forget_losses(self, step: int) -> None:
+        """Choose the best step among later ones alone, since earlier losses are of other data."""
+        self._changed_at = step
+        if jax.process_index() == 0:
+            with storage_errors(self._saved_file.parent):
+                path = self._saved_file.with_name(LOSSES_FILE)
+                write_atomically(path, json.dumps({"step": step}).encode())
+
     def _newest(self) -> int | None:
         return self.latest_step()
 
@@ -128,7 +137,7 @@ class Checkpoints(CheckpointReader):
             self._manager.save(
                 step,
                 args=ocp.args.PyTreeSave(flatten_with_names(state)),
-                metrics={"loss": math.inf if loss is None else loss},
+                metrics={"loss": math.inf if loss is None else loss, "step": step},
                 force=True,
             )
             self.record_newest()  # records an earlier step, since this one is still being written

@@ -31,7 +31,7 @@ from heinsen_jax.training.preflight import time_updates, tokens_per_update
 from heinsen_jax.training.prepare import Prepared
 from heinsen_jax.training.profiling import Clock, Tracer
 from heinsen_jax.training.program import Program
-from heinsen_jax.training.recorded import record
+from heinsen_jax.training.recorded import losses_differ, record
 from heinsen_jax.training.start import check_start
 from heinsen_jax.training.state import (
     TrainState,
@@ -180,6 +180,8 @@ class _Run:
                 update = self._compile()
                 state = self._first_state(start)
                 with together():
+                    if start and losses_differ(self.workdir, self.config, self.dataset):
+                        self.checkpoints.forget_losses(start)
                     if jax.process_index() == 0:
                         record(self.workdir, self.config, self.dataset)
                     self.folder.publish()
@@ -281,9 +283,12 @@ class _Run:
         )
         if (metrics := self._recorded(step)) is None:
             self.reporter.line("its last evaluation was not recorded: evaluating")
+            self._start_tracking(step)
             metrics = self.program.evaluate(self.checkpoints.restore(step, self.program.abstract))
             self.reporter.validation(step, metrics)
-        if self.reporter.active and not (self.workdir / PLOT_FILE).exists():
+            if self.reporter.active:
+                plot_losses(self.workdir)
+        elif self.reporter.active and not (self.workdir / PLOT_FILE).exists():
             plot_losses(self.workdir)
         self._print_next_commands()
         return TrainingResult(step, metrics)
@@ -405,7 +410,8 @@ class _Run:
         tokens = tokens_per_update(self.program.data)
         values["learning_rate"] = float(self.program.learning_rates[step - 1])
         values["tokens_per_second"] = rate = tokens * self.clock.steps_per_second(step)
-        utilization = model_flops_utilization(rate, self.program.flops_per_token)
+        flops = self.program.flops_per_token
+        utilization = model_flops_utilization(rate, flops, self.program.mesh.size)
         if utilization is not None:
             values["mfu"] = utilization
         self.reporter.training(step, values)

@@ -32,6 +32,7 @@ from heinsen_jax.storage.files import joint_hash, sha256_of
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 from heinsen_jax.training.recorded import (
     OWN_TO_A_HOST,
+    by_name,
     check_changes,
     check_tokenizer,
     check_workdir,
@@ -213,7 +214,7 @@ def _check_kept(folder: RunFolder, config: ExperimentConfig) -> None:
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
     """Named values that all processes of a run must share."""
-    fields = flat(as_json(config))
+    fields = by_name(flat(as_json(config)))
     alike = {name: value for name, value in fields.items() if name not in OWN_TO_A_HOST}
     if isinstance(dataset, TextDataset):
         alike["the tokens of data.corpus"] = joint_hash(dataset.content.decode())[:12]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pydantic
 
@@ -28,6 +29,8 @@ AFFECT_RESULT = {
 }
 """Fields of training that, besides its length, affect the result of a run."""
 CONTENT = "data.content"
+MEASURED = {"training.evaluation_batches", "training.masked_fraction"}
+"""Fields of training that change what a validation loss measures, as those of the data do."""
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
@@ -97,7 +100,7 @@ def check_changes(
     """
     if (recorded := read_config(workdir)) is None:
         return []
-    ours, theirs = flat(as_json(config)), flat(recorded)
+    ours, theirs = (by_name(flat(x)) for x in (as_json(config), recorded))
     if "data.documents" in ours:  # a run of an earlier version has no such field
         theirs.setdefault("data.documents", "continuous")
     changed = {
@@ -115,6 +118,30 @@ def check_changes(
             "them, give --allow-change to resume with the new ones, or --restart to begin again"
         )
     return [*changed.values()]
+
+
+def by_name(fields: dict[str, JSON]) -> dict[str, JSON]:
+    """The fields with the corpora of mixtures, in their order, by name instead of path."""
+
+    def named(weights: Any) -> list[tuple[str, float]]:
+        return [(Path(corpus).name, weight) for corpus, weight in weights.items()]
+
+    changed: dict[str, JSON] = {}
+    if (mixture := fields.get("data.mixture")) is not None:
+        changed["data.mixture"] = named(mixture)
+    stages: Any = fields.get("data.mixture_stages", ())
+    changed["data.mixture_stages"] = [(step, named(weights)) for step, weights in stages]
+    return fields | {name: x for name, x in changed.items() if name in fields}
+
+
+def losses_differ(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> bool:
+    """Whether validation losses cannot be compared with those of a run's recorded settings."""
+    if (recorded := read_config(workdir)) is None:
+        return False
+    ours, theirs = (by_name(flat(x)) for x in (as_json(config), recorded))
+    changed = {name for name in ours if name in theirs and ours[name] != theirs[name]}
+    of_data = {name for name in changed if name.startswith("data.") and _affects_result(name)}
+    return bool(of_data or changed & MEASURED) or has_changed(workdir / DATA_FILE, dataset)
 
 
 def has_changed(path: Path, dataset: Dataset) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.models.conversion import new_parameters, shared_weights, without_lora
+from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.runs.load import load_architecture, load_run
 
 LORA = ".lora."
@@ -33,9 +33,5 @@ def check_start(model: LanguageModelConfig, start: str, field: str = "training.s
 
 
 def start_weights(model: LanguageModelConfig, start: str) -> Mapping[str, np.ndarray]:
-    """The weights of a model in the folder `start`, by name. Low-rank additions of another rank are
-    added to their matrices."""
-    theirs, _, _ = load_run(start, on_host=True)
-    if theirs.config.lora_rank not in (None, model.lora_rank):
-        theirs = without_lora(theirs)
-    return shared_weights(model, theirs)
+    """The weights of a model in the folder `start`, by name."""
+    return shared_weights(model, load_run(start, on_host=True)[0])

@@ -10,7 +10,7 @@ from heinsen_jax.config import ExperimentConfig, as_json, load_config, override
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import Layers
 from heinsen_jax.runs.folder import RunFolder
-from heinsen_jax.training.recorded import check_changes, check_workdir, record
+from heinsen_jax.training.recorded import check_changes, check_workdir, losses_differ, record
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.py"))
 
@@ -108,6 +108,14 @@ def test_a_wrong_override_names_its_field(arguments, words, capsys):
         assert word in said
 
 
+def test_a_corpus_beside_a_mixture_is_refused():
+    mixed = ExperimentConfig(data=data.DataConfig(mixture={"a.txt": 1.0, "b.txt": 2.0}))
+    with pytest.raises(UserError, match=r"--data\.corpus has no effect beside data\.mixture"):
+        override(mixed, ["--data.corpus", "c.txt"])
+    alone = override(mixed, ["--data.corpus", "c.txt", "--data.mixture", "None"]).data
+    assert (alone.corpus, alone.mixture) == ("c.txt", None)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nope\.py: no such file"):
         load_config(tmp_path / "nope.py")
@@ -187,18 +195,19 @@ def test_a_run_of_an_earlier_version_had_continuous_documents(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_refused"),
+    ("change", "is_refused", "losses_change"),
     [
-        (["--optimizer.learning_rate", "0.1"], True),
-        (["--data.num_letters", "3"], True),
-        (["--seed", "7"], True),
-        (["--training.z_loss", "1e-4"], True),
-        (["--training.steps", "3000"], False),
-        (["--training.log_every", "3"], False),
-        (["--data.test_lengths", "9"], False),
+        (["--optimizer.learning_rate", "0.1"], True, False),
+        (["--data.num_letters", "3"], True, True),
+        (["--seed", "7"], True, False),
+        (["--training.z_loss", "1e-4"], True, False),
+        (["--training.evaluation_batches", "3"], True, True),
+        (["--training.steps", "3000"], False, False),
+        (["--training.log_every", "3"], False, False),
+        (["--data.test_lengths", "9"], False, False),
     ],
 )
-def test_changes_that_affect_the_result_are_refused(change, is_refused, tmp_path):
+def test_changes_that_affect_the_result_are_refused(change, is_refused, losses_change, tmp_path):
     config = ExperimentConfig(data=data.Induction())
     dataset = data.load(config.data)
     record(tmp_path, config, dataset)
@@ -208,6 +217,22 @@ def test_changes_that_affect_the_result_are_refused(change, is_refused, tmp_path
         with pytest.raises(UserError, match=f"a run with other settings: {name} "):
             check_changes(tmp_path, changed, dataset, allowed=False)
     (line,) = check_changes(tmp_path, changed, dataset, allowed=True)
+    assert losses_differ(tmp_path, changed, dataset) == losses_change
     assert line.startswith(f"{name} ")
     assert is_refused or check_changes(tmp_path, changed, dataset, allowed=False) == [line]
     assert check_changes(tmp_path, config, dataset, allowed=False) == []
+
+
+def test_corpora_of_mixtures_may_move_but_not_change_places(tmp_path):
+    """Their number is part of the seed of their rows."""
+
+    def mixed(*corpora):
+        weights = dict.fromkeys(corpora, 1.0)
+        mixture = data.DataConfig(mixture=weights, mixture_stages=((9, weights),))
+        return ExperimentConfig(data=mixture)
+
+    dataset = data.load(data.Induction())
+    record(tmp_path, mixed("/x/a.txt", "/x/b.txt"), dataset)
+    assert check_changes(tmp_path, mixed("/y/a.txt", "/y/b.txt"), dataset, allowed=False) == []
+    with pytest.raises(UserError, match=r"data\.mixture .*data\.mixture_stages "):
+        check_changes(tmp_path, mixed("/x/b.txt", "/x/a.txt"), dataset, allowed=False)

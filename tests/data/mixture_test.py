@@ -133,7 +133,7 @@ def test_validation_has_all_corpora_together_and_each(config):
     together = [chr(row.tokens[0]) for row in rows[""][:6]]
     assert sorted(together) == ["a"] * 3 + ["b"] * 3  # so that the first rows are a sample of all
     assert dataset.validation_weights == {"a": 0.75, "b": 0.25}
-    assert dataset.bytes_per_token() == 1
+    assert dataset.bytes_per_token(config) == 1
     assert b"inputs" in dataset.content
 
 
@@ -142,7 +142,7 @@ def test_a_test_split_needs_one_of_every_corpus(config):
     dataset = data.load(tested)
     assert dataset.has_test
     assert [*dataset.held_out_rows(tested, "test")] == ["", "a", "b"]
-    assert dataset.bytes_per_token("test") == 1
+    assert dataset.bytes_per_token(config, "test") == 1
     lacking = data.load(config)
     assert not lacking.has_test
     with pytest.raises(UserError, match=r"data\.mixture: no test split of a, b; train with"):

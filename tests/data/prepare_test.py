@@ -17,6 +17,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heinsen_jax.data import DataConfig
 from heinsen_jax.data import prepare as prepare_module
 from heinsen_jax.data import units as units_module
 from heinsen_jax.data.documents import Document
@@ -538,6 +539,10 @@ def test_start_tokens_of_pretrained_models_precede_each_document(tmp_path: Path)
     assert start_ids(tokenizer) == manifest.start_ids == (3,)
     assert tokenizer_version(str(model)) == f"{tokenizer.fingerprint} 3"  # of folders in the cache
     assert tokens(tmp_path / "out", "validation") == expected
+    dataset, size = TokenDataset(tmp_path / "out"), sum(x.stat().st_size for x in folder.iterdir())
+    for documents, unpredicted in (("separate", len([*folder.iterdir()])), ("continuous", 0)):
+        shown = dataset.bytes_per_token(DataConfig(documents=documents))
+        assert shown == pytest.approx(size / (len(expected) - unpredicted))
     manifest.model_copy(update={"start_ids": ()}).write(tmp_path / "out" / "manifest.json")
     with pytest.raises(UserError, match=r"out: its documents do not begin with .*prepare it again"):
         TokenDataset(tmp_path / "out")

@@ -86,4 +86,4 @@ def test_bytes_per_token_are_the_mean_by_weight(config, monkeypatch):
         split = source.manifest.splits["validation"]
         size = split.model_copy(update={"bytes": split.tokens * {"a": 2, "b": 6}[name]})
         monkeypatch.setitem(source.manifest.splits, "validation", size)
-    assert dataset.bytes_per_token() == pytest.approx(0.75 * 2 + 0.25 * 6)
+    assert dataset.bytes_per_token(config) == pytest.approx(0.75 * 2 + 0.25 * 6)

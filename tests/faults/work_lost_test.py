@@ -253,6 +253,14 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, name, restart):
 
 
 @pytest.mark.parametrize("restart", [False, True])
+def test_the_weights_of_a_model_are_not_hidden_by_checkpoints(tmp_path, restart):
+    for name, content in {"config.json": '{"model": {}}', "model.safetensors": ""}.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="holds the weights of a model, which checkpoints would"):
+        check_folder(RunFolder(tmp_path), restart=restart)
+
+
+@pytest.mark.parametrize("restart", [False, True])
 def test_folders_of_runs_are_accepted(tmp_path, run, restart):
     """Empty, of a run, and of one that was killed before its first update."""
     for folder in (tmp_path / "new", tmp_path / "empty", tmp_path / "killed", run):
@@ -345,7 +353,10 @@ def test_a_skipped_update_is_reported_with_its_own_loss():
     run, lines, rows = object.__new__(loop._Run), [], []
     run.training = TrainingConfig(steps=2, log_every=2)
     run.losses = []
-    run.program = SimpleNamespace(learning_rates=np.ones(2), data=DataConfig(), flops_per_token=1)
+    mesh = SimpleNamespace(size=1)
+    run.program = SimpleNamespace(
+        learning_rates=np.ones(2), data=DataConfig(), flops_per_token=1, mesh=mesh
+    )
     run.clock = SimpleNamespace(steps_per_second=lambda step: 1.0)
     run.reporter = SimpleNamespace(line=lines.append, training=lambda _, row: rows.append(row))
     for step, loss in ((1, 2.0), (2, math.nan)):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from heinsen_jax.config import as_json
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.hub import from_pretrained, push, save_pretrained
@@ -31,12 +33,12 @@ def assert_same_logits(one, other):
 def test_a_published_configuration_has_no_folders_of_this_machine():
     config = {
         "data": {"corpus": "/home/me/a.txt", "tokenizer": "/home/me/t", "mixture": {"/x/b": 1.0}},
-        "distillation": {"teacher": "/home/me/teacher"},
+        "distillation": {"teacher": "secret/teacher", "start": "hf://owner/name"},
         "training": {"compilation_cache": "/home/me/cache", "steps": 3},
     }
     assert hub._without_paths(config) == {
         "data": {"corpus": "a.txt", "tokenizer": "tokenizer.json", "mixture": {"b": 1.0}},
-        "distillation": {"teacher": "teacher"},
+        "distillation": {"teacher": "teacher", "start": "hf://owner/name"},
         "training": {"compilation_cache": None, "start": None, "steps": 3},
     }
 
@@ -84,6 +86,14 @@ def test_the_card_reports_measurements(run, saved, small):
     assert card.library_name == "heinsen_jax"
     (loss,) = (x for x in card.eval_results if x.metric_type == "loss")
     assert loss.metric_value == round(row["validation/loss"], 4)
+
+
+def test_the_card_names_all_corpora(run, small, tmp_path):
+    mixed = replace(small.data, mixture={"/x/a.txt": 1.0}, mixture_stages=((2, {"/x/b.txt": 1.0}),))
+    (tmp_path / "config.json").write_text(json.dumps(as_json(replace(small, data=mixed))))
+    card = hub.card(tmp_path, 1, {}, "owner/name")
+    assert "| data | a.txt + b.txt |" in card
+    assert small.data.corpus not in card
 
 
 def test_files_have_usual_permissions(run, tmp_path):

@@ -25,7 +25,7 @@ def rows(number: int, length: int) -> list[Batch]:
 
 ROWS = {"": rows(5, 6), "9": rows(3, 9)}
 DATASET = SimpleNamespace(
-    held_out_rows=lambda config, split: ROWS, bytes_per_token=lambda split: BYTES_PER_TOKEN
+    held_out_rows=lambda config, split: ROWS, bytes_per_token=lambda config, split: BYTES_PER_TOKEN
 )
 
 

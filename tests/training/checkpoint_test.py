@@ -28,6 +28,7 @@ from heinsen_jax.runs.checksums import (
     find_damaged_array,
     write_checksums,
 )
+from heinsen_jax.runs.folder import RunFolder
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime import distributed
 from heinsen_jax.training import checkpoint
@@ -60,6 +61,19 @@ def test_checkpoints_are_restored_bit_for_bit(tmp_path, caplog):
     assert after.parameters["w"].tobytes() == before.parameters["w"].tobytes()
     assert int(after.step) == 7
     np.testing.assert_array_equal(after.optimizer[0], before.optimizer[0])
+
+
+def test_losses_of_other_data_are_not_compared(tmp_path):
+    saved(tmp_path, (1, 1.0), (2, 2.0))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.forget_losses(2)
+        for step, loss in ((3, 5.0), (4, 6.0), (5, 7.0)):
+            checkpoints.save(step, state(step), loss=loss)
+        checkpoints.wait()
+        assert checkpoints.best_step() == 3
+    reader = CheckpointReader(RunFolder(tmp_path))
+    assert reader.best_step() == 3
+    assert sorted(path.name for path in reader.folder.iterdir() if path.is_dir()) == ["3", "4", "5"]
 
 
 def test_the_latest_and_the_best_are_kept(tmp_path):

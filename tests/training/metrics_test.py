@@ -135,12 +135,12 @@ def test_a_plot_is_drawn(tmp_path):
 
 
 def test_utilization_needs_a_known_peak():
-    assert model_flops_utilization(1e6, 1e9) is None
+    assert model_flops_utilization(1e6, 1e9, 1) is None
 
 
 def test_utilization_is_a_fraction_of_the_peak(monkeypatch):
     monkeypatch.setattr("heinsen_jax.training.utilization.PEAK_FLOPS", {"cpu": 1e15})
-    assert model_flops_utilization(1e6, 2e8) == pytest.approx(0.2)
+    assert model_flops_utilization(1e6, 2e8, 2) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from heinsen_jax.config import load_config, override
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import without_lora
+from heinsen_jax.models.conversion import shared_weights, without_lora
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.training import prepare_run, train
@@ -176,6 +176,20 @@ def test_additions_of_another_rank_are_added_to_their_matrices(imported, tmp_pat
     start = f"--training.start={tmp_path / 'low'}", "--model.param-dtype=float32"
     more = tuned(imported, tmp_path / "more", *still, *start)
     np.testing.assert_allclose(apply(more, TOKENS), apply(low, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["model", "layers"])
+def test_additions_are_not_lost_where_the_new_model_has_none(where):
+    config = LanguageModelConfig(
+        vocab_size=32, model_dim=8, num_layers=1, num_heads=2, attention="gqa"
+    )
+    layer = Layers("gqa", options={"lora_rank": 2})
+    low = {"lora_rank": 2} if where == "model" else {"attention": layer}
+    source, model = random_model(replace(config, **low)), random_model(config)
+    given, state = shared_weights(config, source), nnx.state(model, nnx.Param)
+    leaves = [given[name] for name in flatten_with_names(state)]
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), leaves))
+    np.testing.assert_allclose(apply(model, TOKENS), apply(source, TOKENS), atol=1e-5)
 
 
 def test_lora_does_not_freeze_random_layers(imported, tmp_path):

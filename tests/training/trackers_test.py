@@ -11,10 +11,11 @@ import pytest
 from heinsen_jax import data
 from heinsen_jax.config import override
 from heinsen_jax.errors import UserError
-from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runs.metrics_file import METRICS_FILE, read_metrics
 from heinsen_jax.runtime.environment import environment
 from heinsen_jax.sharding import shard_batch
 from heinsen_jax.training import prepare_run, trackers, train
+from heinsen_jax.training.loss_plot import PLOT_FILE
 from heinsen_jax.training.trackers import TRACKER_FILE, TrackedRun, Tracking
 
 
@@ -80,6 +81,13 @@ def test_a_run_is_tracked_completely_and_resumes_under_its_id(small, tmp_path, m
         prepare_run(config, workdir, dataset=dataset), trackers=[recorder]
     )  # nothing is left to train
     assert len(recorder.runs) == 2
+    lines = (workdir / METRICS_FILE).read_text().splitlines(keepends=True)
+    (workdir / METRICS_FILE).write_text("".join(lines[:-1]))  # stopped in its last evaluation
+    plot = (workdir / PLOT_FILE).stat().st_mtime_ns
+    train(prepare_run(config, workdir, dataset=dataset), trackers=[recorder])
+    assert recorder.rows[-1] == read_metrics(workdir)[-1] == recorder.rows[-2]
+    assert recorder.ends[-1] == "finished"
+    assert (workdir / PLOT_FILE).stat().st_mtime_ns > plot
 
 
 def test_a_run_without_trackers_has_no_file_of_them(tmp_path):

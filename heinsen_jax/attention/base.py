@@ -12,6 +12,7 @@ from flax import nnx
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.explicit_mesh import with_auto_axes
 from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.sharding import current_mesh, rules_or_default, splits_tokens, use_rules
 from heinsen_jax.typing import (
     Array,
@@ -20,6 +21,7 @@ from heinsen_jax.typing import (
     Float,
     Integer,
     PyTree,
+    common_dtype,
     config_dataclass,
     wide,
 )
@@ -247,9 +249,14 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
             raise NotImplementedError(
                 "state is unsupported with is_causal=False or source; pass all tokens"
             )
-        check_batch(state, x.shape[:-2])
+        if state is not None:
+            self.check_batch(state, x.shape[:-2])
+        check_array("segment_ids", segment_ids, (x.shape[:-1],), jnp.integer)
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
+        if self.dtype is None:  # mechanisms compute in the dtype of x
+            x = x.astype(common_dtype(x, self.param_dtype))
+            source = None if source is None else source.astype(x.dtype)
         call = CallArguments(source, is_causal, segment_ids, state)
         if current_mesh() is None:
             y, after = self.apply(x, call)
@@ -269,6 +276,22 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
                 f"{type(self).__name__}: segment_ids is unsupported with a state; pass whole "
                 "segments without a state"
             )
+
+    def check_batch(self, state: StateT, batch: tuple[int, ...]) -> None:
+        """Raise ValueError unless the first axes of all arrays of a state are these batch axes, and
+        its first array has no others."""
+        one = jax.eval_shape(lambda: self.init_state(()))
+        given, own = (
+            [np.shape(x) for x in jax.tree.leaves(tree) if np.ndim(x)] for tree in (state, one)
+        )
+        leading = [len(x) - len(y) for x, y in zip(given[:1], own, strict=False)]
+        for shape in given:
+            if leading != [len(batch)] or shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"state: an array has shape {[*shape]}, but x has batch axes {[*batch]}; give "
+                    "x as [..., T, D], and a state of init_state(batch_shape), or repeat one "
+                    "sequence's"
+                )
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> StateT:
         """The state before the first token.
@@ -305,16 +328,6 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         and segments would cover whole sequences."""
         del length
         return {}
-
-
-def check_batch(state: PyTree, batch: tuple[int, ...]) -> None:
-    """Raise ValueError unless the first axes of all arrays of a state are these batch axes."""
-    for x in jax.tree.leaves(state):
-        if np.ndim(x) and np.shape(x)[: len(batch)] != batch:
-            raise ValueError(
-                f"state: an array has shape {[*np.shape(x)]}, but x has batch axes {[*batch]}; "
-                "create the state with init_state(batch_shape), or repeat one sequence's"
-            )
 
 
 def num_bytes(arrays: PyTree) -> int:

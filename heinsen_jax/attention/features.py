@@ -34,7 +34,7 @@ FeaturesT = TypeVar("FeaturesT", bound=FeaturesConfig)
 
 
 class FeaturesAttention(HeadedAttention[FeaturesT, FeatureState]):
-    """Linear attention with features of queries and keys: `op`, whose state is a `state_type`."""
+    """Linear attention with features of queries and keys: `_op`, whose state is a `state_type`."""
 
     state_type: ClassVar[type[FeatureState]] = LinearAttentionState
 
@@ -43,7 +43,7 @@ class FeaturesAttention(HeadedAttention[FeaturesT, FeatureState]):
         """Number of features of a query or key."""
         return self.config.feature_depth(self.key_depth)
 
-    def op(self) -> Callable[..., Any]:
+    def _op(self) -> Callable[..., Any]:
         """The mechanism, a function of queries, keys and values, as configured."""
         raise NotImplementedError
 
@@ -51,7 +51,7 @@ class FeaturesAttention(HeadedAttention[FeaturesT, FeatureState]):
         self, query: Query, key: Keys, value: Values, call: CallArguments[FeatureState]
     ) -> tuple[Mixed, FeatureState | None]:
         empty = self.init_state(query.shape[:-3])
-        return devices.recur(call, self.op(), query, key, value, empty=empty)
+        return devices.recur(call, self._op(), query, key, value, empty=empty)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

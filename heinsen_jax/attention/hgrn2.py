@@ -71,4 +71,5 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
         bound = in_float32(self.bound[...]).reshape(logits.shape[-2:])
         bound = jnp.broadcast_to(bound, logits.shape)
         # log(l + (1 - l) s) for l = sigmoid(c): logaddexp(c, log s) - softplus(c)
-        return jnp.logaddexp(bound, jax.nn.log_sigmoid(logits)) - jax.nn.softplus(bound)
+        log_forget = jnp.logaddexp(bound, jax.nn.log_sigmoid(logits)) - jax.nn.softplus(bound)
+        return jnp.minimum(log_forget, 0)  # near f = 1, rounding may exceed 0

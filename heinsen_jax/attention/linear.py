@@ -26,5 +26,5 @@ class LinearAttention(FeaturesAttention[LinearConfig]):
 
     Config = LinearConfig
 
-    def op(self) -> Callable[..., Any]:
+    def _op(self) -> Callable[..., Any]:
         return partial(linear_attention, feature_map=self.config.feature_map)

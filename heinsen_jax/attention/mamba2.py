@@ -65,7 +65,7 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
     """
 
     Config = Mamba2Config
-    op = staticmethod(partial(delta_rule, scale=1.0))
+    _op = staticmethod(partial(delta_rule, scale=1.0))
     norms_heads_jointly = True
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:

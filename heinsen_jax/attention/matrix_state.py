@@ -154,9 +154,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     attributes below, implement `gates`, and override other methods if they differ.
 
     Attributes:
-      op: function of queries, keys, values, the gates, `initial_state`, `return_state` and
+      _op: function of queries, keys, values, the gates, `initial_state`, `return_state` and
         `segment_ids`.
-      summary: computes the state of the tokens alone, with the transition that `merge` needs.
+      _summary: computes the state of the tokens alone, with the transition that `merge` needs.
       state_type: class of the mechanism's state.
       norms_heads_jointly: whether the norm is over all heads together.
       gate_activation: activation of the published output gate; no gate when None.
@@ -164,8 +164,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         conversion keeps.
     """
 
-    op: ClassVar[Callable[..., Any]] = staticmethod(delta_rule)
-    summary: ClassVar[Callable[..., MatrixState | MLSTMState]] = staticmethod(matrix_summary)
+    _op: ClassVar[Callable[..., Any]] = staticmethod(delta_rule)
+    _summary: ClassVar[Callable[..., MatrixState | MLSTMState]] = staticmethod(matrix_summary)
     state_type: ClassVar[type[MatrixState] | type[MLSTMState]] = MatrixState
     norms_heads_jointly: ClassVar[bool] = False
     gate_activation: ClassVar[Literal["silu", "sigmoid"] | None] = "silu"
@@ -263,7 +263,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         query, key, value, convolutions = self.heads(x, call)
         y, matrix = self.recur(query, key, value, self.gates(x), call)
         y = self.finish(x, y.astype(x.dtype), value)
-        return y, self.state_after(x, matrix, convolutions, call)
+        return y, self._state_after(x, matrix, convolutions, call)
 
     def recur(
         self,
@@ -288,14 +288,14 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
         with jax.named_scope("mechanism"):
             return devices.recur(
                 call.with_state(None if call.state is None else call.state.matrix),
-                with_gates(self.op),
+                with_gates(self._op),
                 *(query, key, value, *named.values()),
                 empty=self.init_state(query.shape[:-3]).matrix,
-                summary=with_gates(self.summary),
+                summary=with_gates(self._summary),
             )
 
     @staticmethod
-    def state_after(
+    def _state_after(
         x: Features,
         matrix: MatrixState | MLSTMState | None,
         convolutions: tuple[Array, ...],

@@ -44,8 +44,8 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
     """
 
     Config = MLSTMConfig
-    op = staticmethod(mlstm_attention)
-    summary = staticmethod(mlstm_summary)
+    _op = staticmethod(mlstm_attention)
+    _summary = staticmethod(mlstm_summary)
     state_type = MLSTMState
     gate_activation = "sigmoid"
 

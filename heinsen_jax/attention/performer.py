@@ -38,7 +38,7 @@ class PerformerAttention(FeaturesAttention[PerformerConfig]):
     Config = PerformerConfig
     state_type = HeinsenAttentionState
 
-    def op(self) -> Callable[..., Any]:
+    def _op(self) -> Callable[..., Any]:
         features = _features(self.config.seed, self.num_features, self.key_depth)
         return partial(performer_attention, projection=features)
 

@@ -89,7 +89,7 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
     """
 
     Config = RWKV7Config
-    op = staticmethod(partial(delta_rule, scale=1.0))
+    _op = staticmethod(partial(delta_rule, scale=1.0))
     softmax_projections = ("value",)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
@@ -162,7 +162,7 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
         y = y + itself.astype(x.dtype) * value
         gate = self.gate.up(jax.nn.sigmoid(self.gate.down(mixed("gate"))))
         y = self.output(y.reshape(gate.shape) * gate)
-        return y, self.state_after(x, matrix, (last,), call)
+        return y, self._state_after(x, matrix, (last,), call)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

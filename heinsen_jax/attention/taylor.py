@@ -45,7 +45,7 @@ class TaylorAttention(FeaturesAttention[TaylorConfig]):
         super().setup(**options)
         check_num_terms(self.config.num_terms, self.config.allow_negative_weights)
 
-    def op(self) -> Callable[..., Any]:
+    def _op(self) -> Callable[..., Any]:
         chosen = self.config
         return partial(
             taylor_attention,

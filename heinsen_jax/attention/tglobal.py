@@ -35,6 +35,13 @@ class TransientGlobalConfig(HeadsConfig):
     capacity: pydantic.PositiveInt = 4096
     """Default capacity of the state, in tokens."""
 
+    def __post_init__(self) -> None:
+        if self.num_buckets < 4 or self.max_distance <= self.num_buckets // 2:
+            raise ValueError(
+                f"num_buckets={self.num_buckets} must be at least 4, and less than twice "
+                f"max_distance={self.max_distance}"
+            )
+
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True)
@@ -149,7 +156,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         _, *new = self.heads(self.global_norm(sums).astype(x.dtype))
         index = first + jnp.arange(count)
         far = [
-            old.at[..., index, :, :].set(x.astype(old.dtype), mode="drop")
+            jnp.asarray(old).at[..., index, :, :].set(x.astype(old.dtype), mode="drop")
             for old, x in zip((state.key, state.value), new, strict=True)
         ]
         return far, begun

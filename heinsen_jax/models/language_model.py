@@ -17,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.attention.base import num_bytes
+from heinsen_jax.attention.cache import check_capacity, is_cache
 from heinsen_jax.attention.explicit_mesh import with_auto_axes
 from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
@@ -223,6 +224,9 @@ class LanguageModel(nnx.Module):
                     "LearnedPositions: segment_ids is unsupported with a state, which has one "
                     "length for all sequences; pass whole segments without a state"
                 )
+        for cache in jax.tree.leaves(state, is_leaf=is_cache):
+            if is_cache(cache) and cache.length is not None:
+                check_capacity(cache.capacity, jnp.max(cache.length), tokens.shape[-1])
         if state is None and return_state:
             state = self.init_state(tokens.shape[:-1])
         x, position = self.embedded(tokens, segment_ids, None if state is None else state.position)

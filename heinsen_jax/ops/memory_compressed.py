@@ -148,7 +148,7 @@ class CompressedCache:
         places = self.length // factor + jnp.arange(touched)
         is_complete = places < (self.length + length) // factor
         places = jnp.where(is_complete, places, groups.shape[AXIS])  # other groups are dropped
-        groups = groups.at[..., places, :, :].set(compressed, mode="drop")
+        groups = jnp.asarray(groups).at[..., places, :, :].set(compressed, mode="drop")
         begun = (count + length) // factor * factor
         return groups, lax.dynamic_slice_in_dim(tokens, begun, factor, axis)
 

@@ -135,6 +135,10 @@ def dot_product_attention(
     heads = *key.shape[:-2], query.shape[-2]
     check_array("log_decay", log_decay, (heads,), jnp.floating)
     check_decay("log_decay", log_decay)
+    full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
+    _check_scores("bias", bias, full, jnp.number)
+    if not isinstance(mask, Mask):
+        _check_scores("mask", mask, full, jnp.bool_)
     if log_decay is not None:
         _check_decay(query, key, is_causal, query_offset)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
@@ -163,7 +167,6 @@ def dot_product_attention(
     if implementation is None and any(given.values()):
         implementation = "xla"
     groups = key.shape[-2]
-    full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
     y, _ = folded_attention(
         scale * fold_heads(query, groups),
         fold_heads(key, groups)[:, 0],
@@ -232,6 +235,16 @@ def _check_decay(query: Array, key: Array, is_causal: bool, offset: int | Array)
             f"log_decay: {query.shape[-3]} queries from query_offset={offset} on are not among the "
             f"{key.shape[-3]} keys, whose decays are given; pass the decays of all tokens"
         )
+
+
+def _check_scores(name: str, x: Array | None, full: tuple[int, ...], kind: Any) -> None:
+    """Raise ValueError unless x is None, or broadcasts to the shape of scores and has this kind."""
+    if x is None:
+        return
+    pairs = zip(x.shape[::-1], full[::-1], strict=False)
+    if x.ndim > len(full) or any(size not in (1, whole) for size, whole in pairs):
+        raise ValueError(f"{name} must broadcast to [*B, num_heads, T, S] = {full}, got {x.shape}")
+    check_array(name, x, (x.shape,), kind)
 
 
 def _refuse(implementation: str, given: dict[str, bool]) -> None:

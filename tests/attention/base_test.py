@@ -4,9 +4,12 @@ import inspect
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-from heinsen_jax.attention import Attention, AttentionConfig
+from heinsen_jax.attention import Attention, AttentionConfig, configure
+from heinsen_jax.errors import UserError
 from tests.attention.small import MODEL_DIM, random_layer
 
 X = jnp.zeros((3, MODEL_DIM))
@@ -41,13 +44,43 @@ def test_capabilities_may_need_a_configuration():
 
 
 @pytest.mark.parametrize("name", ["goom_ssm", "gated_deltanet", "softmax"])
-@pytest.mark.parametrize(("given", "batch"), [((), (4,)), ((1,), (4,))])
+@pytest.mark.parametrize(("given", "batch"), [((), (4,)), ((1,), (4,)), ((4,), ())])
 def test_a_state_of_other_sequences_is_refused(name, given, batch):
     """A few mechanisms would broadcast it."""
     layer, x = random_layer(name), jnp.zeros((*batch, 3, MODEL_DIM))
     state = layer.init_state(given, capacity=8)
     with pytest.raises(ValueError, match=r"state: an array has shape \[.* but x has batch axes"):
         layer(x, state=state)
+
+
+@pytest.mark.parametrize("name", ["goom_ssm", "deltanet", "log"])
+def test_segments_of_another_shape_are_refused(name):
+    with pytest.raises(ValueError, match=r"segment_ids must have shape \(2, 3\)"):
+        random_layer(name)(jnp.zeros((2, 3, MODEL_DIM)), segment_ids=jnp.zeros(3, int))
+
+
+@pytest.mark.parametrize("name", ["softmax", "mla", "hgrn2", "mlstm", "rmt", "rwkv7", "mamba2"])
+def test_weights_of_a_wider_dtype_are_not_rounded(name):
+    layer, x = random_layer(name), jnp.linspace(-1, 1, 5 * MODEL_DIM).reshape(5, MODEL_DIM)
+    y = layer(x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.float32
+    wide = layer(x.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(y, wide, rtol=1e-5, atol=1e-6)
+
+
+def test_cross_attention_has_the_dtype_of_self_attention():
+    layer, x = random_layer("softmax"), jnp.ones((5, MODEL_DIM), jnp.bfloat16)
+    assert layer(x, source=x).dtype == layer(x.astype(float), source=x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["linear", "mlstm", "mamba2"])
+def test_layers_are_tabulated(name):
+    assert "kernel" in nnx.tabulate(random_layer(name), X)
+
+
+def test_sizes_of_tglobal_are_checked_early():
+    with pytest.raises(UserError, match="less than twice max_distance=16"):
+        configure("tglobal", max_distance=16)
 
 
 def test_another_width_is_refused():

@@ -98,6 +98,13 @@ def test_negative_eigenvalues_double_what_a_token_replaces():
     np.testing.assert_array_equal(two["write"], one["write"])
 
 
+def test_forget_gates_of_hgrn2_are_at_most_1():
+    layer = random_layer("hgrn2", lower_bound=0.35)
+    logits = jnp.linspace(10, 20, 4001)[:, None, None] * jnp.ones((1, layer.num_heads, 1))
+    log_forget = layer._log_forget(jnp.repeat(logits, layer.key_depth, -1))
+    assert log_forget.max() == 0
+
+
 def test_keys_of_hgrn2_are_the_complements_of_its_forget_gates():
     layer, x = random_layer("hgrn2", lower_bound=0.3), jnp.ones((1, MODEL_DIM))
     _, key, *_ = layer.heads(x, attention.base.CallArguments())

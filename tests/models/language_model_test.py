@@ -1,5 +1,6 @@
 """The published model: against results of the original, and its properties on new inputs."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -241,3 +242,12 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
 def test_bad_configurations_are_refused_with_the_field_named(field, value, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         LanguageModelConfig(**{field: value})
+
+
+@pytest.mark.parametrize("attention", ["softmax", ("log", "softmax")])
+def test_tokens_beyond_the_capacity_of_a_state_are_refused(attention):
+    model = random_model(replace(SMALL, attention=attention, num_layers=2))
+    tokens, state = jnp.ones((1, 3), int), model.init_state((1,), capacity=4)
+    _, state = model(tokens, state=state, return_state=True)
+    with pytest.raises(ValueError, match="capacity of 4 tokens is less than 6"):
+        model(tokens, state=state)

@@ -339,6 +339,10 @@ def test_published_sparse_patterns(golden, name, pattern, summaries):
             ValueError,
             "'local', 'strided' or 'fixed', not 'diagonal'",
         ),
+        (dot_product_attention, {"mask": 2 * np.ones((4, 4), int)}, ValueError, "mask must have a"),
+        (dot_product_attention, {"mask": np.ones((4, 4))}, ValueError, "mask must have a dtype"),
+        (dot_product_attention, {"mask": np.ones((4, 3), bool)}, ValueError, "mask must broadcast"),
+        (dot_product_attention, {"bias": np.ones((3, 4))}, ValueError, "bias must broadcast to"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -899,10 +899,22 @@ TRAINING_FAULTS = {
         "self.consecutive_skips + ~is_good",
         ("tests/training/step_test.py",),
     ),
-    "additions of another rank that are dropped": Fault(
+    "additions that are dropped": Fault(
+        "heinsen_jax/models/conversion.py",
+        "        source = without_lora(source)",
+        "        pass",
+        ("tests/training/start_test.py",),
+    ),
+    "random layers that LoRA would freeze": Fault(
         "heinsen_jax/training/start.py",
-        "theirs = without_lora(theirs)",
-        "pass",
+        "model.lora_rank is not None and lacking",
+        "False",
+    ),
+    "the best checkpoint of other data": Fault(
+        "heinsen_jax/runs/checkpoints.py",
+        "return -math.inf if is_earlier else score(metrics)",
+        "return score(metrics)",
+        ("tests/training/checkpoint_test.py",),
     ),
     "random weights in place of given ones": Fault(
         "heinsen_jax/training/state.py",

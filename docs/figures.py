@@ -80,9 +80,6 @@ def record(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-abstract = cache(LanguageModel.abstract)
-
-
 class StudyResults:
     """Results of a committed study. Their labels are given in the order of the compared axes."""
 
@@ -106,9 +103,9 @@ class StudyResults:
         return differences_of(self.study, [*self.results.values()])
 
     def restricted(self, axis: str, *labels: str) -> "StudyResults":
-        """Results of the runs with these labels of an axis."""
+        """Results of runs with these labels of an axis, also of those that reports leave out."""
         restricted = StudyResults(self.name)
-        restricted.study = self.study.restricted(axis, labels)
+        restricted.study = replace(self.study.restricted(axis, labels), select=lambda _: True)
         return restricted
 
     def __call__(self, *at: Any) -> Any:
@@ -123,8 +120,10 @@ class StudyResults:
         result, metric = self._find(at)
         return result.values(metric)
 
-    def spread(self, *at: str) -> float:
-        """Half the range of the seeds."""
+    def spread(self, *at: Any) -> float:
+        """Half the range of the seeds; the largest if the first is a list of labels."""
+        if isinstance(at[0], list):
+            return max(self.spread(label, *at[1:]) for label in at[0])
         result, metric = self._find(at)
         return result.spread(metric)
 
@@ -188,10 +187,10 @@ class StudyResults:
         """Rows of a table, each with a label and its columns.
 
         Args:
-          columns: each is `metric`, `metric .2f`, `metric ±.2f` with the spread, `metric verdict`
-            with the spread of the difference from the baseline, or `size 1024` for the state after
-            that many tokens; of studies with two compared axes, after a label of the other:
-            `1%: loss`. `/1000` divides a metric.
+          columns: each is `metric`, `metric .2f`, `metric ±.2f` with the spread of several seeds,
+            `metric verdict` with the spread of the difference from the baseline, or `size 1024` for
+            the state after that many tokens; of studies with two compared axes, after a label of
+            the other: `1%: loss`. `/1000` divides a metric.
           names: labels of the rows; by default all.
           but: labels that are left out.
           by: the column of decreasing order; by default the study's.
@@ -216,7 +215,7 @@ class StudyResults:
         result, unit = self.results[labels], 1000 if divisor else 1
         if metric == "size":
             run = self.study.run(result.records[0].get("labels", {}))
-            return size(abstract(run.config.model).state_size(int(form)))
+            return size(LanguageModel.abstract(run.config.model).state_size(int(form)))
         if form == "verdict":
             at_labels = (x for x in self.differences if tuple(x.compared.values()) == labels)
             return next((x.verdict for x in at_labels if x.metric == metric), "")
@@ -224,7 +223,9 @@ class StudyResults:
             return ""
         number = form.removeprefix("±") or ".3f"
         mean = format(result.mean(metric) / unit, number)
-        return f"{mean}\u00a0±\u00a0{result.spread(metric):{number}}" if "±" in form else mean
+        if "±" not in form or len(result.values(metric)) == 1:
+            return mean
+        return f"{mean}\u00a0±\u00a0{result.spread(metric):{number}}"
 
 
 STUDIES = {path.name: StudyResults(path.name) for path in (RESULTS / "studies").iterdir()}

@@ -30,7 +30,7 @@ AFFECT_RESULT = {
 """Fields of training that, besides its length, affect the result of a run."""
 CONTENT = "data.content"
 MEASURED = {"training.evaluation_batches", "training.masked_fraction"}
-"""Fields of training that change what a validation loss measures, as those of the data do."""
+"""Fields of training that change what a validation loss measures, as fields of data do."""
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
@@ -135,7 +135,7 @@ def by_name(fields: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def losses_differ(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> bool:
-    """Whether validation losses cannot be compared with those of a run's recorded settings."""
+    """Whether validation losses cannot be compared with earlier ones of a recorded run."""
     if (recorded := read_config(workdir)) is None:
         return False
     ours, theirs = (by_name(flat(x)) for x in (as_json(config), recorded))

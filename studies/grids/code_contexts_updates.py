@@ -35,8 +35,7 @@ def length_of_training(updates: int) -> dict[str, FieldValue]:
 
 def is_run(labels: Mapping[str, str]) -> bool:
     """Whether a learning rate is tried with a number of updates."""
-    rates = ("0.032", "0.064") if labels["model"] == "Gated DeltaNet, 1 head" else ("0.008", RATE)
-    return labels["updates"] != str(UPDATES[-1]) or labels["learning_rate"] in rates
+    return labels["updates"] != str(UPDATES[-1]) or labels["learning_rate"] in ("0.008", RATE)
 
 
 def get_study() -> Study:

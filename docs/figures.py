@@ -103,9 +103,9 @@ class StudyResults:
         return differences_of(self.study, [*self.results.values()])
 
     def restricted(self, axis: str, *labels: str) -> "StudyResults":
-        """Results of runs with these labels of an axis, also of those that reports leave out."""
+        """Results of the runs with these labels of an axis."""
         restricted = StudyResults(self.name)
-        restricted.study = replace(self.study.restricted(axis, labels), select=lambda _: True)
+        restricted.study = self.study.restricted(axis, labels)
         return restricted
 
     def __call__(self, *at: Any) -> Any:

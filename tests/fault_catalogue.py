@@ -912,8 +912,8 @@ TRAINING_FAULTS = {
     ),
     "the best checkpoint of other data": Fault(
         "heinsen_jax/runs/checkpoints.py",
-        "return -math.inf if is_earlier else score(metrics)",
-        "return score(metrics)",
+        '-math.inf if metrics.get("step", 0) <= self._changed_at else score(metrics)',
+        "score(metrics)",
         ("tests/training/checkpoint_test.py",),
     ),
     "random weights in place of given ones": Fault(

@@ -219,7 +219,8 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
         Raises:
           NotImplementedError: the mechanism lacks a capability that the call needs.
-          ValueError: x or source is not of width D, or the state has other batch axes than x.
+          ValueError: x or source is not of width D, segment_ids have not the shape `[..., T]` of x,
+            or the state has other batch axes than x.
         """
         for name, tokens in (("x", x), ("source", source)):
             if tokens is not None and tokens.shape[-1] != self.model_dim:

@@ -9,7 +9,7 @@ from flax import linen, nnx
 from jax import lax
 from jax.core import Tracer
 
-from heinsen_jax.ops.arguments import check_heads, check_same_length
+from heinsen_jax.ops.arguments import check_heads, check_same_length, check_scores
 from heinsen_jax.ops.log_attention import heinsen_attention
 from heinsen_jax.ops.log_attention.api import Implementation
 from heinsen_jax.ops.log_attention.masked import masked_attention
@@ -135,12 +135,8 @@ def _refuse(fields: dict[str, tuple[bool, str]]) -> None:
 def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:
     """The mask as bool, with the axes `[*B, num_heads, T, S]`; a NumPy array if concrete."""
     full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
-    missing = len(full) - np.ndim(mask)
-    shape = (1,) * missing + np.shape(mask)
-    if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
-        raise ValueError(
-            f"mask must broadcast to [..., num_heads, T, S] = {full}, got shape {np.shape(mask)}"
-        )
+    check_scores("mask", mask, full)
+    shape = (1,) * (len(full) - np.ndim(mask)) + np.shape(mask)
     if not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True):
         mask = np.asarray(mask)  # no part of it is on devices of other processes
     return mask.reshape(shape).astype(bool)

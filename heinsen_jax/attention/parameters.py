@@ -203,6 +203,10 @@ NORMS = {
 }
 
 
+LORA = ".lora."
+"""Part of the names of low-rank additions."""
+
+
 def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) -> nnx.LoRA:
     """Low-rank map x A B, for A `[inputs, rank]` and B `[rank, outputs]`, initially 0, in at least
     float32."""

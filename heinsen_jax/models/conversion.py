@@ -15,6 +15,7 @@ from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.goom_ssm import GoomSSM
 from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
+from heinsen_jax.attention.parameters import LORA
 from heinsen_jax.attention.registry import FieldValue, ParallelAttention
 from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.attention.short_convolution import ShortConvolution
@@ -242,7 +243,7 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
 
 def _additions(config: LanguageModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the low-rank additions by name."""
-    return {name: x.shape for name, x in _parameters(config).items() if ".lora." in name}
+    return {name: x.shape for name, x in _parameters(config).items() if LORA in name}
 
 
 @cache

@@ -73,6 +73,7 @@ compile."""
 def _initialized(
     kind: type[LanguageModel], config: LanguageModelConfig
 ) -> tuple[nnx.GraphDef[LanguageModel], nnx.State]:
+    """The graph and the weights of a new model. `abstract` needs their shapes alone."""
     return nnx.split(kind(config, rngs=nnx.Rngs(0)))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from heinsen_jax.typing import Array, common_dtype
+from heinsen_jax.typing import Array, ArrayLike, common_dtype
 
 
 def check_heads(
@@ -91,6 +91,17 @@ def check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
         raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
     if not jnp.issubdtype(x.dtype, kind):
         raise ValueError(f"{name} must have a dtype of kind {kind.__name__}, got {x.dtype}")
+
+
+def check_scores(name: str, x: ArrayLike | None, full: tuple[int, ...]) -> None:
+    """Raise ValueError unless `x` is None, or broadcasts to scores `[*B, num_heads, T, S]`, whose
+    shape is `full`."""
+    shape = () if x is None else np.shape(x)
+    pairs = zip(shape[::-1], full[::-1], strict=False)
+    if len(shape) > len(full) or any(size not in (1, whole) for size, whole in pairs):
+        raise ValueError(
+            f"{name} must broadcast to [*B, num_heads, T, S] = {full}, got shape {shape}"
+        )
 
 
 def check_decay(name: str, log_decay: Array | None) -> None:

@@ -11,6 +11,7 @@ from heinsen_jax.ops.arguments import (
     check_array,
     check_decay,
     check_heads,
+    check_scores,
     check_segments,
     check_tokens,
     int32_lengths,
@@ -136,9 +137,10 @@ def dot_product_attention(
     check_array("log_decay", log_decay, (heads,), jnp.floating)
     check_decay("log_decay", log_decay)
     full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
-    _check_scores("bias", bias, full, jnp.number)
-    if not isinstance(mask, Mask):
-        _check_scores("mask", mask, full, jnp.bool_)
+    check_scores("bias", bias, full)
+    if not (mask is None or isinstance(mask, Mask)):
+        check_scores("mask", mask, full)
+        check_array("mask", mask, (mask.shape,), jnp.bool_)
     if log_decay is not None:
         _check_decay(query, key, is_causal, query_offset)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
@@ -235,16 +237,6 @@ def _check_decay(query: Array, key: Array, is_causal: bool, offset: int | Array)
             f"log_decay: {query.shape[-3]} queries from query_offset={offset} on are not among the "
             f"{key.shape[-3]} keys, whose decays are given; pass the decays of all tokens"
         )
-
-
-def _check_scores(name: str, x: Array | None, full: tuple[int, ...], kind: Any) -> None:
-    """Raise ValueError unless x is None, or broadcasts to the shape of scores and has this kind."""
-    if x is None:
-        return
-    pairs = zip(x.shape[::-1], full[::-1], strict=False)
-    if x.ndim > len(full) or any(size not in (1, whole) for size, whole in pairs):
-        raise ValueError(f"{name} must broadcast to [*B, num_heads, T, S] = {full}, got {x.shape}")
-    check_array(name, x, (x.shape,), kind)
 
 
 def _refuse(implementation: str, given: dict[str, bool]) -> None:

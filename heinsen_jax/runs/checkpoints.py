@@ -43,7 +43,7 @@ class CheckpointReader:
         self.folder = self._run.checkpoints
         self.damaged: dict[int, str] = {}
         self._saved_file = self._run.files.resolve() / SAVED_FILE
-        self._changed_at = newest_saved(self._saved_file.with_name(LOSSES_FILE)) or 0
+        self._changed_at = newest_saved(self._saved_file.with_name(LOSSES_FILE)) or -1
 
     def _finished(self) -> list[int]:
         """The finished steps."""
@@ -78,8 +78,7 @@ class CheckpointReader:
 
     def _score(self, metrics: dict[str, float]) -> float:
         """`score`; -inf if the loss was measured before the data changed."""
-        is_earlier = self._changed_at and metrics.get("step", 0) <= self._changed_at
-        return -math.inf if is_earlier else score(metrics)
+        return -math.inf if metrics.get("step", 0) <= self._changed_at else score(metrics)
 
     def check_lost(self, remedy: str, *, recorded: int = 0) -> None:
         """Check that a run without checkpoints never had any.

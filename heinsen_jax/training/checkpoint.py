@@ -101,21 +101,20 @@ class Checkpoints(CheckpointReader):
     def record_newest(self, default: int | None = None) -> None:
         """Record the newest step, or `default` without any. (Orbax has no callback after a step
         gets its final name.)"""
-        if jax.process_index() != 0:
-            return
-        newest = max(self._finished(), default=default)
-        if newest is None:
-            return
-        with storage_errors(self._saved_file.parent):
-            write_atomically(self._saved_file, json.dumps({"step": newest}).encode())
+        if jax.process_index() == 0:
+            newest = max(self._finished(), default=default)
+            if newest is not None:
+                self._write_step(self._saved_file, newest)
 
     def forget_losses(self, step: int) -> None:
         """Choose the best step among later ones alone, since earlier losses are of other data."""
         self._changed_at = step
         if jax.process_index() == 0:
-            with storage_errors(self._saved_file.parent):
-                path = self._saved_file.with_name(LOSSES_FILE)
-                write_atomically(path, json.dumps({"step": step}).encode())
+            self._write_step(self._saved_file.with_name(LOSSES_FILE), step)
+
+    def _write_step(self, path: Path, step: int) -> None:
+        with storage_errors(path.parent):
+            write_atomically(path, json.dumps({"step": step}).encode())
 
     def _newest(self) -> int | None:
         return self.latest_step()

@@ -179,8 +179,10 @@ class _Run:
                 self._start_tracking(start or 0)
                 update = self._compile()
                 state = self._first_state(start)
+                with together():  # all read the record before process 0 replaces it
+                    differ = losses_differ(self.workdir, self.config, self.dataset)
                 with together():
-                    if start and losses_differ(self.workdir, self.config, self.dataset):
+                    if start and differ:
                         self.checkpoints.forget_losses(start)
                     if jax.process_index() == 0:
                         record(self.workdir, self.config, self.dataset)
@@ -281,14 +283,13 @@ class _Run:
             f"{self.folder} has made {step} updates, and training.steps={self.training.steps}: "
             "nothing is left to train"
         )
-        if (metrics := self._recorded(step)) is None:
+        is_late = (metrics := self._recorded(step)) is None
+        if metrics is None:
             self.reporter.line("its last evaluation was not recorded: evaluating")
             self._start_tracking(step)
             metrics = self.program.evaluate(self.checkpoints.restore(step, self.program.abstract))
             self.reporter.validation(step, metrics)
-            if self.reporter.active:
-                plot_losses(self.workdir)
-        elif self.reporter.active and not (self.workdir / PLOT_FILE).exists():
+        if self.reporter.active and (is_late or not (self.workdir / PLOT_FILE).exists()):
             plot_losses(self.workdir)
         self._print_next_commands()
         return TrainingResult(step, metrics)

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from heinsen_jax.attention.parameters import ParameterKind, in_float32
+from heinsen_jax.attention.parameters import LORA, ParameterKind, in_float32
 from heinsen_jax.errors import UserError
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.config import OptimizerConfig
@@ -137,7 +137,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 def only_lora(parameters: PyTree) -> PyTree[bool]:
     """Pytree of booleans: the parameters that are low-rank additions."""
     names = flatten_with_names(parameters)
-    return jax.tree.unflatten(jax.tree.structure(parameters), [".lora." in x for x in names])
+    return jax.tree.unflatten(jax.tree.structure(parameters), [LORA in x for x in names])
 
 
 def apply_updates(

@@ -98,8 +98,28 @@ def check_changes(
     Raises:
       UserError: such settings have changed, and `allowed` is false; the message names them.
     """
+    changed = _changes(workdir, config, dataset)
+    refused = [line for name, line in changed.items() if _affects_result(name)]
+    if refused and not allowed:
+        raise UserError(
+            f"--workdir {workdir} holds a run with other settings: {'; '.join(refused)}; restore "
+            "them, give --allow-change to resume with the new ones, or --restart to begin again"
+        )
+    return [*changed.values()]
+
+
+def losses_differ(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> bool:
+    """Whether validation losses cannot be compared with earlier ones of a recorded run."""
+    return any(
+        name in MEASURED or (name.startswith("data.") and _affects_result(name))
+        for name in _changes(workdir, config, dataset)
+    )
+
+
+def _changes(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> dict[str, str]:
+    """Descriptions of the settings that differ from a run's recorded ones, by name."""
     if (recorded := read_config(workdir)) is None:
-        return []
+        return {}
     ours, theirs = (by_name(flat(x)) for x in (as_json(config), recorded))
     if "data.documents" in ours:  # a run of an earlier version has no such field
         theirs.setdefault("data.documents", "continuous")
@@ -111,13 +131,7 @@ def check_changes(
     path = workdir / DATA_FILE
     if has_changed(path, dataset):
         changed[CONTENT] = f"the content of data.corpus ({path} records the previous one)"
-    refused = [line for name, line in changed.items() if _affects_result(name)]
-    if refused and not allowed:
-        raise UserError(
-            f"--workdir {workdir} holds a run with other settings: {'; '.join(refused)}; restore "
-            "them, give --allow-change to resume with the new ones, or --restart to begin again"
-        )
-    return [*changed.values()]
+    return changed
 
 
 def by_name(fields: dict[str, JSON]) -> dict[str, JSON]:
@@ -132,16 +146,6 @@ def by_name(fields: dict[str, JSON]) -> dict[str, JSON]:
     stages: Any = fields.get("data.mixture_stages", ())
     changed["data.mixture_stages"] = [(step, named(weights)) for step, weights in stages]
     return fields | {name: x for name, x in changed.items() if name in fields}
-
-
-def losses_differ(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> bool:
-    """Whether validation losses cannot be compared with earlier ones of a recorded run."""
-    if (recorded := read_config(workdir)) is None:
-        return False
-    ours, theirs = (by_name(flat(x)) for x in (as_json(config), recorded))
-    changed = {name for name in ours if name in theirs and ours[name] != theirs[name]}
-    of_data = {name for name in changed if name.startswith("data.") and _affects_result(name)}
-    return bool(of_data or changed & MEASURED) or has_changed(workdir / DATA_FILE, dataset)
 
 
 def has_changed(path: Path, dataset: Dataset) -> bool:

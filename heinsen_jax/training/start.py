@@ -4,13 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from heinsen_jax.attention.parameters import LORA
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.runs.load import load_architecture, load_run
-
-LORA = ".lora."
-"""Part of the names of low-rank additions."""
 
 
 def check_start(model: LanguageModelConfig, start: str, field: str = "training.start") -> None:

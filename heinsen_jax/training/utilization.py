@@ -37,14 +37,14 @@ vendors' datasheets."""
 
 
 def model_flops_utilization(
-    tokens_per_second: float, flops_per_token: float | None, devices: int
+    tokens_per_second: float, flops_per_token: float | None, num_devices: int
 ) -> float | None:
     """Model FLOPs utilization (MFU): model FLOP/s divided by the peak of this number of devices;
     None if one is unknown."""
     peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
     if peak is None or flops_per_token is None:
         return None
-    return tokens_per_second * flops_per_token / (peak * devices)
+    return tokens_per_second * flops_per_token / (peak * num_devices)
 
 
 def without_peak() -> list[str]:

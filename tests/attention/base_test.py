@@ -61,16 +61,14 @@ def test_segments_of_another_shape_are_refused(name):
 
 @pytest.mark.parametrize("name", ["softmax", "mla", "hgrn2", "mlstm", "rmt", "rwkv7", "mamba2"])
 def test_weights_of_a_wider_dtype_are_not_rounded(name):
-    layer, x = random_layer(name), jnp.linspace(-1, 1, 5 * MODEL_DIM).reshape(5, MODEL_DIM)
-    y = layer(x.astype(jnp.bfloat16))
-    assert y.dtype == jnp.float32
-    wide = layer(x.astype(jnp.bfloat16).astype(jnp.float32))
-    np.testing.assert_allclose(y, wide, rtol=1e-5, atol=1e-6)
-
-
-def test_cross_attention_has_the_dtype_of_self_attention():
-    layer, x = random_layer("softmax"), jnp.ones((5, MODEL_DIM), jnp.bfloat16)
-    assert layer(x, source=x).dtype == layer(x.astype(float), source=x).dtype == jnp.float32
+    layer = random_layer(name)
+    x = jnp.linspace(-1, 1, 5 * MODEL_DIM, dtype=jnp.bfloat16).reshape(5, MODEL_DIM)
+    sources = [{}, {"source": x}] if layer.capabilities.cross else [{}]
+    for options in sources:
+        y = layer(x, **options)
+        assert y.dtype == jnp.float32
+        wide = {option: x.astype(jnp.float32) for option in options}
+        np.testing.assert_array_equal(y, layer(x.astype(jnp.float32), **wide))
 
 
 @pytest.mark.parametrize("name", ["linear", "mlstm", "mamba2"])

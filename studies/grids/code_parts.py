@@ -20,7 +20,7 @@ BASELINE = "log, decay by head"
 WINDOW = sweeps.WINDOW
 
 
-def log(mlp_dim: int = 512, **options: int | float | str) -> dict[str, FieldValue]:
+def log(mlp_dim: int = 512, **options: int | float | str | None) -> dict[str, FieldValue]:
     """Fields of layers of log-attention with other options."""
     layer = Layers("log", options=options) if options else "log"  # as in code_contexts
     return {"model.attention": layer, "model.mlp_dim": mlp_dim}
@@ -29,6 +29,7 @@ def log(mlp_dim: int = 512, **options: int | float | str) -> dict[str, FieldValu
 def changes() -> sweeps.Sweep:
     return {
         BASELINE: log(),
+        "no decay": log(decay=None),
         "decay by feature": log(448, decay="feature"),
         "coupled decay": log(decay="coupled"),
         "coupled decay, normalized": log(decay="coupled", query_key_norm=True),
@@ -38,6 +39,10 @@ def changes() -> sweeps.Sweep:
         "values of 64": log(384, value_depth=64),
         "keys of 64": log(384, key_depth=64),
         "Hedgehog": log(480, features="hedgehog"),
+        "slots": {
+            "model.attention": Layers("log", options=sweeps.SLOTS | {"value_depth": 32}),
+            "model.mlp_dim": 576,
+        },
         "window of 64, then 3 log": {"model.attention": (WINDOW, sweeps.THREE_LOGS)},
         "3 log, then window of 64": {"model.attention": (sweeps.THREE_LOGS, WINDOW)},
     }

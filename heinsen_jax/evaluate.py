@@ -223,9 +223,9 @@ def _run_tasks(options: Options) -> None:
         include_path=options.include_path,
     )
     table = extra_module("lm_eval.utils").make_table(results)
-    print(printable(table, lines=True))
-    if options.output is not None:
+    if options.output is not None:  # before printing, which a closed pipe or terminal may end
         options.output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
+    print(printable(table, lines=True))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The data of `heinsen_jax.evaluate --data`."""
+"""The data of `heinsen_jax.evaluate --data`, and the results of tasks."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from heinsen_jax import evaluate
 from heinsen_jax.data import DataConfig
 from heinsen_jax.evaluate import _of_data
 
@@ -31,3 +33,21 @@ def test_other_data_are_evaluated_completely():
     assert is_other
     assert (settings.corpus, settings.text_column) == ("d.txt", "title")
     assert settings.validation_fraction is None
+
+
+def test_results_of_tasks_are_written_before_the_table_is_printed(tmp_path, monkeypatch):
+    """A closed pipe does not lose them."""
+
+    class Harness:
+        run_tasks = staticmethod(lambda *_, **__: {"results": {"task": {"acc": 1.0}}})
+        make_table = staticmethod(str)
+
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate, "extra_module", lambda name: Harness)
+    monkeypatch.setattr("builtins.print", closed)
+    options = evaluate.Options(workdir="run", tasks=("task",), output=tmp_path / "results.json")
+    with pytest.raises(BrokenPipeError):
+        evaluate._run_tasks(options)
+    assert json.loads(options.output.read_text()) == {"task": {"acc": 1.0}}

@@ -264,6 +264,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         else:
             with use_rules(rules_or_default()):
                 y, after = self.apply(x, call)
+        y = y.astype(x.dtype if self.dtype is None else self.dtype)
         return (y, cast(StateT, after)) if return_state else y
 
     def apply(self, x: Features, call: CallArguments[StateT]) -> tuple[Features, StateT | None]:

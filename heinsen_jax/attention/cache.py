@@ -234,10 +234,11 @@ class FirstAndLast:
         together, window = self.window.append(*new[: len(self.window.arrays)])
         pairs = zip(first, together, strict=False)
         arrays = tuple(jnp.concatenate(pair, AXIS) for pair in pairs)
-        at, place = before + jnp.arange(length), before - size + jnp.arange(size + length)
+        places = jnp.arange(size + length, dtype=jnp.int32)
+        at, place = before + places[:length], before - size + places
         near = (place >= count)[None] & (at[:, None] - place[None] <= size)
         near = near & (place[None] <= at[:, None])
-        earlier = jnp.arange(count)[None] <= at[:, None]
+        earlier = jnp.arange(count, dtype=jnp.int32)[None] <= at[:, None]
         return arrays, jnp.concatenate([earlier, near], 1), FirstAndLast(window, first)
 
 
@@ -302,7 +303,7 @@ def _kept(old: Array, new: Array, num_tokens: Array) -> Array:
     """The first tokens `[*B, count, G, F]`; `new` may contain some of them."""
     if new.shape[AXIS] == 0:
         return old
-    place = jnp.arange(old.shape[AXIS]) - num_tokens
+    place = jnp.arange(old.shape[AXIS], dtype=jnp.int32) - num_tokens
     taken = jnp.take(new, jnp.clip(place, 0, new.shape[AXIS] - 1), AXIS)
     is_new = (place >= 0) & (place < new.shape[AXIS])
     return jnp.where(is_new[:, None, None], taken.astype(old.dtype), old)

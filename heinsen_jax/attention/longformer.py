@@ -85,7 +85,7 @@ class LongformerAttention(HeadedAttention[LongformerConfig, FirstAndLast]):
         arrays, visible, after = state.append(key, value, own_key, own_value)
         y = dot_product_attention(query, *arrays, mask=visible)
         y_global = dot_product_attention(own_query, *after.first[2:], mask=visible[:, :count])
-        is_global = before + jnp.arange(query.shape[-3]) < count
+        is_global = before + jnp.arange(query.shape[-3], dtype=jnp.int32) < count
         return jnp.where(is_global[:, None, None], y_global, y), after
 
     def init_state(

@@ -51,7 +51,7 @@ class RetentionAttention(MatrixStateAttention[RetentionConfig]):
         query, key, value, after = super().heads(x, call)
         count = None if call.state is None else call.state.num_tokens
         before = 0 if count is None else count
-        positions = before + jnp.arange(x.shape[-2])
+        positions = before + jnp.arange(x.shape[-2], dtype=jnp.int32)
         return rotary(query, positions), rotary(key, positions), value, after
 
     def gates(self, x: Features) -> Gates:

@@ -63,7 +63,7 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
             segment_length=self.config.segment_length,
         )
         y, state = call.recur(op, x, self.memory[...] if call.state is None else None)
-        return (y - x.astype(y.dtype)).astype(x.dtype), state
+        return y - x.astype(y.dtype), state
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

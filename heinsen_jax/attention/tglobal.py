@@ -122,11 +122,11 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
 
     def _chunk(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         query, key, value = self.heads(x)
-        at = state.length + jnp.arange(x.shape[-2])
+        at = state.length + jnp.arange(x.shape[-2], dtype=jnp.int32)
         near, window = state.window.append(key, value)
-        slot = state.length - state.window.size + jnp.arange(near[0].shape[-3])
+        slot = jnp.arange(near[0].shape[-3], dtype=jnp.int32) + state.length - state.window.size
         far, begun = self._summaries(x, state)
-        block = jnp.arange(far[0].shape[-3])
+        block = jnp.arange(far[0].shape[-3], dtype=jnp.int32)
 
         near_offset = slot[None] - at[:, None]
         near_visible = (near_offset <= 0) & (near_offset >= -self.config.radius) & (slot >= 0)[None]
@@ -154,7 +154,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         sums = sums.at[..., 0, :].add(state.begun)
         begun = jnp.take(sums, (place + length) // size, -2)
         _, *new = self.heads(self.global_norm(sums).astype(x.dtype))
-        index = first + jnp.arange(count)
+        index = first + jnp.arange(count, dtype=jnp.int32)
         far = [
             jnp.asarray(old).at[..., index, :, :].set(x.astype(old.dtype), mode="drop")
             for old, x in zip((state.key, state.value), new, strict=True)

@@ -99,9 +99,13 @@ def without_tokens_beyond(
 
 def stop_ids_of(folder: Path) -> list[int]:
     """The tokens that end generation by the files of a model, if any: `generation_config.json`
-    precedes `config.json`."""
+    precedes `config.json`, and there a model of text and images its `text_config`."""
     for path in (folder / GENERATION_FILE, folder / CONFIG_FILE):
-        match read_optional_json(path).get("eos_token_id"):
+        fields = read_optional_json(path)
+        given = fields.get("eos_token_id")
+        if given is None and isinstance(text := fields.get("text_config"), dict):
+            given = text.get("eos_token_id")
+        match given:
             case None:
                 continue
             case int(token) if not isinstance(token, bool):

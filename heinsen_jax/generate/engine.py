@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -159,11 +160,8 @@ class Engine:
             lengths = checked_lengths(tokens, lengths, least=0)
         ends = np.asarray(length if lengths is None else lengths)
         before = self.init_state(batch) if state is None else state
-        if state is not None and (axes := states.batch_shape_of(self, state)) != batch:
-            raise UserError(
-                f"state: its batch axes {[*axes]} differ from {[*batch]} of the tokens; make them "
-                "equal, such as by Engine.branch"
-            )
+        if state is not None:
+            self._check_batch(state, batch)
         before = self.reserve(before, int(np.max(ends, initial=0)))
         if lengths is not None:
             before = states.with_independent_rows(self, before, batch)
@@ -176,6 +174,24 @@ class Engine:
                 last, before = self._advance(chunk, before, last, is_fed)
                 done = np.asarray(done + size * is_fed)
         return read_out(self.structure.outer, self.weights.outer, last)[..., 0, :], before
+
+    def _check_batch(self, state: LanguageModelState, batch: Sequence[int]) -> None:
+        """Raise UserError unless a state has the batch axes of the tokens."""
+        if (axes := states.batch_shape_of(self, state)) != tuple(batch):
+            raise UserError(
+                f"state: its batch axes {[*axes]} differ from {[*batch]} of the tokens; make them "
+                "equal, such as by Engine.branch"
+            )
+
+    @contextlib.contextmanager
+    def _explaining(self, state: LanguageModelState, batch: Sequence[int]) -> Iterator[None]:
+        """Context manager that names other batch axes of the state as the reason of an error; a
+        check before each token would cost time."""
+        try:
+            yield
+        except (ValueError, TypeError):
+            self._check_batch(state, batch)
+            raise
 
     def _advance(
         self,
@@ -198,7 +214,8 @@ class Engine:
         loop under `jit`, call `reserve` before the loop."""
         tokens = jnp.asarray(tokens)
         check_tokens(tokens, self.config.vocab_size)
-        return step(self.structure, self.weights, tokens, self.reserve(state, 1))
+        with self._explaining(state, tokens.shape):
+            return step(self.structure, self.weights, tokens, self.reserve(state, 1))
 
     def score(
         self,
@@ -223,8 +240,9 @@ class Engine:
         """
         for ids in (tokens, targets):
             check_tokens(ids, self.config.vocab_size)
-        state = self.reserve(state, tokens.shape[-1])
-        x, state = advance(self.structure, self.weights, tokens, state)
+        with self._explaining(state, tokens.shape[:-1]):
+            state = self.reserve(state, tokens.shape[-1])
+            x, state = advance(self.structure, self.weights, tokens, state)
         options = self.structure.outer, num_tokens, self.weights.outer
         return *score(*options, x, targets), state
 

@@ -113,15 +113,15 @@ def complete(
     carry: Carry = draw(sampler, logits, 0), after
     rows = np.asarray(carry[0])[:, None]
     hidden = getattr(tokenizer, "special_ids", frozenset()) if skip_special_tokens else frozenset()
-    until_stop = partial(_until_stop, tokenizer, stop, begins_text, decoding_errors, hidden=hidden)
+    until_stop = partial(_until_stop, tokenizer, stop, begins_text, hidden=hidden)
     for position in range(1, max_new_tokens, CHECK_EVERY):
-        if all(until_stop(row)[1] for row in rows):
+        if all(until_stop("replace", row)[1] for row in rows):  # a last character may be incomplete
             break
         count = min(CHECK_EVERY, max_new_tokens - position)
         options = engine.structure, CHECK_EVERY, engine.weights, sampler
         carry, new = further_tokens(*options, carry, position, count)
         rows = np.concatenate([rows, np.asarray(new)[:, :count]], 1)
-    written = [until_stop(row)[0] for row in rows]
+    written = [until_stop(decoding_errors, row)[0] for row in rows]
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 
 

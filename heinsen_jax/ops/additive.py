@@ -16,7 +16,7 @@ from heinsen_jax.ops.devices import over_devices
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.masks import last_tokens
 from heinsen_jax.ops.numerics import softmax
-from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
+from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool, weighted
 from heinsen_jax.typing import (
     Array,
     Float,
@@ -34,8 +34,8 @@ class AdditiveState:
     """State of additive pooling: S weighted tokens.
 
     Without a window, S = 1: the average of all tokens, whose logit is the log of their total
-    weight. With a window of w, S = w - 1: the last w - 1 tokens. Unused entries have the logit
-    log 0 = -inf.
+    weight, rounded to a float of the size of the logits. With a window of w, S = w - 1: the last
+    w - 1 tokens. Unused entries have the logit log 0 = -inf.
 
     Attributes:
       x: `[*B, S, num_heads, depth]`.
@@ -68,9 +68,8 @@ class AdditiveState:
         """
         if self.logits.shape[-2:-1] != (1,) or other.logits.shape[-2:-1] != (1,):
             raise ValueError("states with a window cannot be merged; give states of all tokens")
-        return AdditiveState(
-            *merged(WeightedTokens(self.x, self.logits), WeightedTokens(other.x, other.logits))
-        )
+        both = merged(*(weighted(state.x, state.logits) for state in (self, other)))
+        return AdditiveState(both.x, both.log_weight)
 
 
 @overload
@@ -164,7 +163,7 @@ def additive_pooling(
     state = initial_state
     if state is None:
         state = AdditiveState.empty(batch, heads, depth, window, dtype)
-    before = _folded(WeightedTokens(state.x, state.logits), len(batch), dtype)
+    before = _folded(weighted(state.x, state.logits), len(batch), dtype)
     valid = segments = None
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
@@ -173,7 +172,7 @@ def additive_pooling(
     if segment_ids is not None:
         runs = _runs(segment_ids, valid).reshape(math.prod(batch), length)
         segments = jnp.repeat(runs, heads, 0)
-    tokens = _folded(WeightedTokens(x, logits), len(batch), dtype)
+    tokens = _folded(weighted(x, logits), len(batch), dtype)
 
     pooled, after = tokens, before
     if length > 0:
@@ -187,7 +186,8 @@ def additive_pooling(
     y = _unfolded(pooled, batch, heads).x.astype(common_dtype(x, logits))
     if not return_state:
         return y
-    return y, astype_like(AdditiveState(*_unfolded(after, batch, heads)), state)
+    after = _unfolded(after, batch, heads)
+    return y, astype_like(AdditiveState(after.x, after.log_weight), state)
 
 
 def additive_summary(
@@ -364,7 +364,8 @@ def _at_ends(tokens: WeightedTokens, segments: Array) -> WeightedTokens:
     ends = jnp.where(segments[:, 1:] != segments[:, :-1], index, length - 1)
     ends = jnp.concatenate([ends, jnp.full_like(segments[:, :1], length - 1, ends.dtype)], 1)
     ends = lax.cummin(ends, axis=1, reverse=True)
-    return WeightedTokens(
-        jnp.take_along_axis(tokens.x, ends[..., None], 1),
-        jnp.take_along_axis(tokens.logits, ends, 1),
-    )
+
+    def at_ends(x: Array) -> Array:
+        return jnp.take_along_axis(x, ends.reshape(ends.shape + (1,) * (x.ndim - 2)), 1)
+
+    return jax.tree.map(at_ends, tokens)

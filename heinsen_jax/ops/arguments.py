@@ -140,7 +140,7 @@ def valid_tokens(key_value_seq_lengths: Array, batch: tuple[int, ...], length: i
     the one past the last `[*B, 2]`."""
     bounds = int32_lengths(key_value_seq_lengths)
     bounds = bounds[..., None] if bounds.ndim == len(batch) else bounds
-    index = jnp.arange(length).reshape((1,) * len(batch) + (length,))
+    index = jnp.arange(length, dtype=jnp.int32).reshape((1,) * len(batch) + (length,))
     inside = index < bounds[..., -1:]
     return inside & (index >= bounds[..., :1]) if bounds.shape[-1] == 2 else inside
 

@@ -300,7 +300,8 @@ def _sum(
     added = jnp.where(routing.mask[..., None], added, 0)
 
     rows = math.prod(batch)
-    y = (residual.astype(dtype) + light.astype(dtype)).reshape(rows, length, width)
+    y = jnp.asarray(residual, dtype) + jnp.asarray(light, dtype)
+    y = y.reshape(rows, length, width)
     places = np.arange(rows)[:, None], routing.indices.reshape(rows, count)
     y = y.at[places].add(added.reshape(rows, count, width))
     return y.reshape(x.shape).astype(common_dtype(residual, x))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from heinsen_jax.ops import masks
 from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens, int32_lengths
@@ -130,7 +131,7 @@ def dilated_attention(
         bounds = int32_lengths(key_value_seq_lengths)
     bounds = bounds[..., None] if bounds.ndim in (0, axis) else bounds
     bounds = jnp.broadcast_to(bounds[..., None, :], (*batch, dilation, bounds.shape[-1]))
-    first = jnp.arange(dilation).reshape((1,) * axis + (dilation, 1))
+    first = jnp.arange(dilation, dtype=jnp.int32).reshape((1,) * axis + (dilation, 1))
     bounds = -(-jnp.maximum(bounds - first, 0) // dilation)  # in the sequence from `first`
     heads = [interleaved(query), interleaved(key), interleaved(value)]
     y = dot_product_attention(
@@ -216,8 +217,8 @@ def longformer_attention(
     if global_heads is None or not positions:
         return y
     query, key, value = global_heads
-    index = jnp.asarray(positions)
-    mask = index[:, None] >= jnp.arange(length)[None] if is_causal else None
+    index = np.asarray(positions)  # static: an array of `jnp` cannot index NumPy arrays under `jit`
+    mask = jnp.arange(length)[None] <= index[:, None] if is_causal else None
     if segment_ids is not None:
         same = (segment_ids[..., index, None] == segment_ids[..., None, :])[..., None, :, :]
         mask = same if mask is None else same & jnp.broadcast_to(mask, same.shape)

@@ -145,7 +145,7 @@ class CompressedCache:
         tokens = lax.dynamic_update_slice_in_dim(tokens, new.astype(tokens.dtype), count, axis)
         whole = lax.slice_in_dim(tokens, 0, touched * factor, axis=axis)
         compressed = compress(whole, compression.kernel, compression.bias).astype(groups.dtype)
-        places = self.length // factor + jnp.arange(touched)
+        places = self.length // factor + jnp.arange(touched, dtype=jnp.int32)
         is_complete = places < (self.length + length) // factor
         places = jnp.where(is_complete, places, groups.shape[AXIS])  # other groups are dropped
         groups = jnp.asarray(groups).at[..., places, :, :].set(compressed, mode="drop")

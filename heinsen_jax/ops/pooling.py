@@ -22,38 +22,56 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
+from heinsen_jax.ops.numerics import reciprocal, safe_log, share
 from heinsen_jax.typing import Array
 
 CHUNK = 32  # maximum number of tokens in a chunk
 
 
 class WeightedTokens(NamedTuple):
-    """Tokens x `[X, T, D]` and logits `[X, T]`, X = prod(*B) N. Averages are represented as tokens,
-    too: their logit is the log of the total weight of the averaged tokens."""
+    """Tokens x `[X, T, D]` with the weights factor * exp(logits) `[X, T]`, X = prod(*B) N.
+
+    Averages are represented as tokens, too, with the total weight of the averaged tokens: the
+    largest logit, without gradient, and the sum relative to it. Their logarithm, a single float,
+    would lose the sum where logits are large.
+    """
 
     x: Array
     logits: Array
+    factor: Array
+
+    @property
+    def log_weight(self) -> Array:
+        """Logarithms of the weights; -inf without tokens."""
+        return safe_log(self.factor) + self.logits
+
+
+NOTHING = WeightedTokens._make([0.0, -jnp.inf, 0.0])
+"""Fill values: a token without weight."""
+
+
+def weighted(x: Array, logits: Array) -> WeightedTokens:
+    """Tokens with the weights exp(logits)."""
+    return WeightedTokens(x, logits, jnp.ones_like(logits))
 
 
 def average(tokens: WeightedTokens) -> WeightedTokens:
     """Average all tokens into one."""
-    largest = jnp.max(tokens.logits, 1, keepdims=True, initial=-jnp.inf)
-    largest = where_empty(lax.stop_gradient(largest), 0.0)
-    weights = jnp.exp(tokens.logits - largest)
+    largest = lax.stop_gradient(jnp.max(tokens.logits, 1, keepdims=True, initial=-jnp.inf))
+    weights = tokens.factor * share(tokens.logits, largest)
     total = jnp.sum(weights, 1, keepdims=True)
     x = (weights * reciprocal(total))[:, None] @ tokens.x
-    return WeightedTokens(x, safe_log(total) + largest)
+    return WeightedTokens(x, largest, total)
 
 
 def merged(a: WeightedTokens, b: WeightedTokens) -> WeightedTokens:
     """Average two averages."""
-    largest = where_empty(lax.stop_gradient(jnp.maximum(a.logits, b.logits)), 0.0)
-    weight_a, weight_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
+    largest = lax.stop_gradient(jnp.maximum(a.logits, b.logits))
+    weight_a, weight_b = (z.factor * share(z.logits, largest) for z in (a, b))
     total = weight_a + weight_b
     inverse = reciprocal(total)
     x = (weight_a * inverse)[..., None] * a.x + (weight_b * inverse)[..., None] * b.x
-    return WeightedTokens(x, safe_log(total) + largest)
+    return WeightedTokens(x, largest, total)
 
 
 def _pool(window: int, tokens: WeightedTokens, segments: Array | None) -> WeightedTokens:
@@ -66,14 +84,14 @@ def _pool(window: int, tokens: WeightedTokens, segments: Array | None) -> Weight
     count = math.ceil(window / CHUNK)  # chunks in a window
     size = math.ceil(window / count) if count > 1 else min(CHUNK, length)
     layout = _Layout(length, window if count > 1 else size, count, size)
-    chunks = WeightedTokens(layout.split(tokens.x, 0.0), layout.split(tokens.logits, -jnp.inf))
+    chunks = jax.tree.map(layout.split, tokens, NOTHING)
     ids = None if segments is None else layout.split(segments, None)
     pooled = _products(chunks, ids, count, window)
     if count > 1:
         ends = jax.tree.map(lambda x: x[:, size - 1 :: size], pooled)  # averages of complete chunks
         end_ids = None if ids is None else ids[:, :, -1]
         past = _pool(count - 1, ends, end_ids)
-        past = WeightedTokens(_later(past.x, 1, 0.0), _later(past.logits, 1, -jnp.inf))
+        past = jax.tree.map(lambda x, fill: _later(x, 1, fill), past, NOTHING)
         past = jax.tree.map(partial(jnp.repeat, repeats=size, axis=1), past)
         if ids is not None and end_ids is not None:
             same = ids == _later(end_ids, 1, 0)[:, :, None]
@@ -93,18 +111,20 @@ def _pool_forward(window, tokens, segments):
 
 
 def _pool_backward(window, saved, cotangents):
-    """The weight of a token in the average at t is exp(logit - log of t's total weight): cotangents
-    are pooled as well, from later tokens, with the negative of that log as logits."""
+    """The weight of a token in the average at t is its weight, divided by t's total weight:
+    cotangents are pooled as well, from later tokens, with the inverse of that as weights."""
     tokens, segments, pooled = saved
-    d_total = cotangents.logits - jnp.sum(cotangents.x * pooled.x, -1)
+    d_total = cotangents.factor * pooled.factor - jnp.sum(cotangents.x * pooled.x, -1)
     flows = jnp.concatenate([cotangents.x, d_total[..., None]], -1)
-    empty = pooled.logits == -jnp.inf
-    readers = WeightedTokens(flows, jnp.where(empty, -jnp.inf, -pooled.logits))
+    empty = pooled.factor == 0
+    logits = jnp.where(empty, -jnp.inf, -pooled.logits)
+    readers = WeightedTokens(flows, logits, reciprocal(pooled.factor))
     flipped = jax.tree.map(partial(jnp.flip, axis=1), (readers, segments))
-    flows, log_weight = jax.tree.map(partial(jnp.flip, axis=1), pool(window, *flipped))
-    flows = jnp.exp(tokens.logits + log_weight)[..., None] * flows
-    d_x = flows[..., :-1]
-    return WeightedTokens(d_x, jnp.sum(d_x * tokens.x, -1) + flows[..., -1]), None
+    flows, logits, factor = jax.tree.map(partial(jnp.flip, axis=1), pool(window, *flipped))
+    shares = jnp.exp(tokens.logits + logits) * factor
+    d_x = (tokens.factor * shares)[..., None] * flows[..., :-1]
+    d_factor = shares * (jnp.sum(flows[..., :-1] * tokens.x, -1) + flows[..., -1])
+    return WeightedTokens(d_x, tokens.factor * d_factor, d_factor), None
 
 
 pool.defvjp(_pool_forward, _pool_backward)
@@ -154,7 +174,7 @@ def _later(x: Array, steps: int, fill: float) -> Array:
 def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int) -> WeightedTokens:
     """Average the tokens `[X, chunks C, ...]` of a window that lie in its last chunk and in the one
     `count` before."""
-    x, logits = chunks
+    x, logits, factor = chunks
     folds, number, size = logits.shape
     own = jnp.broadcast_to(jnp.tri(size, dtype=bool), (folds, number, size, size))
     has_earlier = number > count
@@ -176,10 +196,10 @@ def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int
         scores = jnp.where(by_row(visible), scores, -jnp.inf)
     if ids is not None:
         scores = jnp.where(pairs(ids, -1) == ids.reshape(-1, 1), scores, -jnp.inf)
-    largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
-    weights = jnp.exp(scores - largest)
-    total = jnp.sum(weights, -1, keepdims=True)  # at least 1, or an empty sum
-    weights = weights / jnp.maximum(total, 1.0)  # before the products, since x may be large
+    largest = lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    weights = pairs(factor, 0.0) * share(scores, largest)
+    total = jnp.sum(weights, -1, keepdims=True)  # 0 if empty
+    weights = weights * reciprocal(total)  # before the products, since x may be large
 
     def products(mask: Array, x: Array) -> Array:
         return jnp.where(by_row(mask), weights, 0.0).reshape(own.shape) @ x
@@ -187,5 +207,5 @@ def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int
     y = products(own, x)
     if has_earlier:
         y = y + products(~own, _later(x, count, 0.0))
-    log_total = (jnp.log(total) + largest).reshape(folds, number * size)
-    return WeightedTokens(y.reshape(folds, number * size, y.shape[-1]), log_total)
+    largest, total = (z.reshape(folds, number * size) for z in (largest, total))
+    return WeightedTokens(y.reshape(folds, number * size, y.shape[-1]), largest, total)

@@ -149,7 +149,7 @@ def segment_recurrence(
     else:
         count, num_segments = state.count, -(-(length + segment_length - 1) // segment_length)
         may_be_empty = length <= (num_segments - 1) * segment_length
-        place = jnp.arange(num_segments * segment_length)
+        place = jnp.arange(num_segments * segment_length, dtype=jnp.int32)
         place = jnp.where(place < count, place, place - count + segment_length)
         stream = jnp.take(jnp.concatenate([state.tokens, x], -2), place, -2, mode="clip")
 
@@ -167,7 +167,7 @@ def segment_recurrence(
 
     *batch, _, width = x.shape
     segments = stream.reshape(*batch, num_segments, segment_length, width)
-    left = count + length - segment_length * jnp.arange(num_segments)
+    left = count + length - segment_length * jnp.arange(num_segments, dtype=jnp.int32)
     memory, y = lax.scan(step, varying_like(state.memory, x), (jnp.moveaxis(segments, -3, 0), left))
     y = jnp.moveaxis(y, 0, -3).reshape(stream.shape)
     y = lax.dynamic_slice_in_dim(y, count, length, -2)
@@ -195,7 +195,8 @@ def _after(stream: Array, memory: Array, end: Array, segment_length: int) -> Seg
     """Return the state after the first `end` tokens of a stream of segments."""
     count = end % segment_length
     tokens = lax.dynamic_slice_in_dim(stream, end - count, segment_length, -2)
-    valid = jnp.arange(segment_length).reshape([1] * (tokens.ndim - 2) + [-1, 1]) < count
+    index = jnp.arange(segment_length, dtype=jnp.int32)
+    valid = index.reshape([1] * (tokens.ndim - 2) + [-1, 1]) < count
     return SegmentState(memory, jnp.where(valid, tokens, 0), count)
 
 

@@ -208,8 +208,9 @@ def folded_attention(
     """Return the output, and log Z: the logarithm of the sum of the exponentials of a query's
     scores. `query` is scaled, heads are folded, ids are `[X, T]` and `[X, S]`, decays
     `[X, R, T, 3]` and `[X, R, S, 3]`; bias and mask are of any shape with `X R T S` elements."""
-    dtype = wide(query, key, value, *(decays or ()))
-    query, key, value, decays = jax.tree.map(lambda x: x.astype(dtype), (query, key, value, decays))
+    floats = query, key, value, decays, bias
+    dtype = wide(*jax.tree.leaves(floats))
+    query, key, value, decays, bias = jax.tree.map(lambda x: x.astype(dtype), floats)
     is_static = isinstance(offset, int)
     if implementation is None:
         length, sources = query.shape[2], key.shape[1]
@@ -310,7 +311,8 @@ def _dense(query, key, value, rule, ids, decays, bias, mask, offset) -> tuple[Ar
     if bias is not None:
         scores = scores + bias.reshape(scores.shape)
     length, sources = scores.shape[2:]
-    visible = rule(offset + jnp.arange(length)[:, None], jnp.arange(sources)[None])
+    positions = jnp.arange(length, dtype=jnp.int32), jnp.arange(sources, dtype=jnp.int32)
+    visible = rule(offset + positions[0][:, None], positions[1][None])
     visible = jnp.broadcast_to(visible, scores.shape)
     if mask is not None:
         visible = visible & mask.reshape(scores.shape)

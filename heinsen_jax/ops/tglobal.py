@@ -127,7 +127,7 @@ def block_sums(
     complete, count = complete[..., None], length // block_size
     x = jnp.where(valid[..., None], x, 0).astype(wide(x))
     sums = x[..., : count * block_size, :].reshape(*batch, count, block_size, features).sum(-2)
-    index = jnp.broadcast_to(jnp.arange(count), (*batch, count))
+    index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*batch, count))
     sums = jnp.where((index < complete)[..., None], sums, 0)
     if not is_causal:
         place = jnp.broadcast_to(jnp.arange(length), valid.shape)

@@ -341,8 +341,9 @@ def _visible(problem: Problem, tiles: _Tiles, row: Array, columns: Array) -> Arr
     """Visibility of the keys of a block under the mask, `[C, B L]`."""
     offset = tiles.offset if problem.offset is None else problem.offset
     assert offset is not None
-    queries = offset + row * problem.rows + jnp.arange(problem.rows)
-    keys = (columns[:, None] * problem.columns + jnp.arange(problem.columns)[None]).reshape(-1)
+    queries = offset + row * problem.rows + jnp.arange(problem.rows, dtype=jnp.int32)
+    within = jnp.arange(problem.columns, dtype=jnp.int32)
+    keys = (columns[:, None] * problem.columns + within[None]).reshape(-1)
     return problem.mask(queries[:, None], keys[None]) & (keys < problem.keys)[None]
 
 

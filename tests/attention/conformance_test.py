@@ -360,8 +360,9 @@ def test_half_precision_is_close(variant):
 
 
 @able()
+@pytest.mark.usefixtures("x64")
 def test_strict_promotion(variant):
-    """Dtypes are converted explicitly, also in gradients and with states."""
+    """Dtypes are converted explicitly, also in gradients, with states and beside 64-bit types."""
     can = shapes_of(variant).capabilities
     x = jnp.asarray(X[:, :CHUNK], jnp.bfloat16)
     options = {"segment_ids": ONE_SEGMENT[:, :CHUNK]} if can.segments and can.causal else {}
@@ -376,6 +377,14 @@ def test_strict_promotion(variant):
         nnx.eval_shape(gradients, shapes_of(variant, dtype=jnp.bfloat16))
         if can.streaming:
             nnx.eval_shape(stream, shapes_of(variant, dtype=jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_have_the_dtype_of_the_layer(name):
+    layer = shapes_of(name, dtype=jnp.bfloat16)
+    is_causal = layer.capabilities.causal
+    y = nnx.eval_shape(lambda layer: layer(X[:, :CHUNK], is_causal=is_causal), layer)
+    assert y.dtype == jnp.bfloat16
 
 
 def max_abs(x: np.ndarray) -> float:

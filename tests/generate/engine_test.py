@@ -131,6 +131,8 @@ def test_branches_of_rows_of_different_lengths(model, engine, tmp_path):
         ),
         (lambda x: x.feed(TOKENS, lengths=5), r"lengths\[\] must be \[B\]"),
         (lambda x: x.feed(TOKENS, x.init_state()), r"state: its batch axes \[\] differ from \[2\]"),
+        (lambda x: x.step([1, 2], x.init_state((4,))), r"axes \[4\] differ from \[2\]"),
+        (lambda x: x.score(TOKENS, TOKENS, x.init_state((4,))), r"axes \[4\] differ from \[2\]"),
         (lambda x: stream(x, TOKENS, top_k=1), "a stream is one sequence"),
     ],
 )

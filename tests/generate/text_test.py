@@ -9,6 +9,7 @@ from heinsen_jax.data import get_tokenizer
 from heinsen_jax.data.tokenizer_tiktoken import TiktokenTokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
+from heinsen_jax.generate import text as module
 from heinsen_jax.generate.text import until_end
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
@@ -97,6 +98,15 @@ def test_invalid_ids_are_shown_as_such():
     key = jax.random.key(0)
     texts = complete(build("log", **SIZES), gaps, ["a"], 60, key=key, num_samples=9)
     assert any("\N{REPLACEMENT CHARACTER}" in text for text in texts[0])
+
+
+def test_a_character_of_several_tokens_is_not_an_error_before_it_is_complete(monkeypatch):
+    first, *others = TOKENIZER.encode("é")
+    new = np.array([[*others, TOKENIZER.end_of_text_id]])
+    monkeypatch.setattr(module, "draw", lambda *_: jnp.array([first]))
+    monkeypatch.setattr(module, "further_tokens", lambda *arguments: (arguments[4], new))
+    options = {"top_k": 1, "decoding_errors": "strict"}
+    assert complete(build("log", **SIZES), TOKENIZER, ["a"], 3, **options) == [["é"]]
 
 
 @pytest.mark.parametrize(

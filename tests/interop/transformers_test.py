@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from heinsen_jax import data, evaluate, linearize
 from heinsen_jax.config import load_config
+from heinsen_jax.data.tokenizer_files import stop_ids_of
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
@@ -399,6 +400,28 @@ def test_other_dtypes_are_not_written(tmp_path):
         to_pretrained(model, tmp_path / "a", like=like)
     with pytest.raises(UserError, match=r"^dtype='float64' is unsupported; give one of float32"):
         to_pretrained(model, tmp_path / "a", dtype="float64")
+    with pytest.raises(UserError, match=r"none: not a checkpoint .* give the local folder"):
+        to_pretrained(model, tmp_path / "a", like=tmp_path / "none")
+
+
+@pytest.mark.parametrize(("outer", "expected"), [({}, [5, 7]), ({"eos_token_id": 2}, [2])])
+def test_stop_tokens_of_a_model_of_text_and_images(outer, expected, tmp_path):
+    values = {"model_type": "qwen3_5", "text_config": {"eos_token_id": [5, 7]}, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert stop_ids_of(tmp_path) == expected
+
+
+def test_a_missing_tokenizer_is_named_before_weights_are_read(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"has no tokenizer\.json; add the file"):
+        import_model(tmp_path, tmp_path / "new")
+
+
+def test_a_linearized_model_is_not_written_like_its_teacher():
+    config = linear_layers(meaning(FOLDER / "llama3"), "mamba2", ["1"])
+    assert family_for(config, None).model_type == "granitemoehybrid"
+    with pytest.raises(UserError, match=r"like .*model_type is llama, .* leave like out"):
+        family_for(config, "llama")
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
@@ -774,7 +797,7 @@ def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp
     with pytest.raises(UserError, match=r"model://qwen2: .* --data\.corpus of heinsen_jax\.train"):
         data.load(load_config(moved / "config.json").data)
     options = linearize.Options(model=str(moved), workdir=str(tmp_path / "linear"), data=text[1])
-    options = replace(options, transfer_steps=1, steps=1, attention="log:features=hedgehog")
+    options = replace(options, transfer_steps=1, steps=1, attention=("log:features=hedgehog",))
     few = "--data.sequence-length 16 --data.batch-size 2 --training.evaluation-batches 1"
     assert linearize.linearize(options, few.split()) == 0
     capsys.readouterr()

@@ -157,7 +157,7 @@ def test_float32_is_as_exact_as_its_exponents(std, window):
 @pytest.mark.parametrize("window", [None, 8, 50])
 @pytest.mark.parametrize("offset", [-3e4, 3e4])
 def test_weights_do_not_depend_on_the_size_of_logits(offset, window):
-    """Chosen so that adding the offset is exact; the remaining error is that of one exponent."""
+    """Chosen so that adding the offset is exact."""
     x, logits, cotangent = draw(300, dtype=np.float32)
     logits = np.round(logits * 64) / 64
     here, valid = (
@@ -165,11 +165,11 @@ def test_weights_do_not_depend_on_the_size_of_logits(offset, window):
         for c in np.float32([0, offset])
     )
     for a, b in zip(here, valid, strict=True):
-        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+        np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(a).max())
 
 
 @pytest.mark.parametrize("window", [None, 8, 50])
-@pytest.mark.parametrize("value", [0.0, 100.0, -1000.0])
+@pytest.mark.parametrize("value", [0.0, -1000.0, 1e8])
 def test_equal_logits_give_running_means(window, value):
     x, logits, cotangent = draw(300, dtype=np.float32)
     logits = np.full_like(logits, value)
@@ -178,7 +178,7 @@ def test_equal_logits_give_running_means(window, value):
     index = np.arange(1, 301)
     start = np.maximum(index - (window or 300), 0)
     expected = (sums[:, index] - sums[:, start]) / (index - start)[:, None, None]
-    np.testing.assert_allclose(g, expected, atol=1e-6 * (1 + abs(value) / 5))
+    np.testing.assert_allclose(g, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -446,6 +446,12 @@ def test_layers_under_jit_and_vmap_in_half_precision_and_without_tokens():
         assert layer(*nothing, counts).shape == (3, 0, WIDTH)
 
 
+def test_layers_may_return_arrays_of_numpy():
+    x, routing = np.ones((2, 9, 8), np.float32), route(jnp.ones((2, 9)), 3)
+    y = conditional_feed_forward(x, lambda x: x, lambda x: x, routing)
+    np.testing.assert_allclose(np.sort(y[0, :, 0]), [2] * 6 + [3] * 3)
+
+
 ROUTING = Routing(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2)), jnp.ones((3, 2), bool))
 
 

@@ -292,8 +292,9 @@ def test_half_precision(name):
 
 
 @ops_with(lambda op: True, short=SINGLE)
+@pytest.mark.usefixtures("x64")
 def test_strict_promotion(name):
-    """Dtypes are converted explicitly, also in gradients and with states."""
+    """Dtypes are converted explicitly, also in gradients, with states and beside 64-bit types."""
     op, inputs = OPS[name], draw(name, np.float32)
     arrays, constants = jax.tree.map(
         lambda x: jnp.asarray(x, jnp.bfloat16), (inputs.arrays, inputs.constants)

@@ -471,6 +471,27 @@ def test_cudnn_is_given_masks_and_biases_of_all_sequences(monkeypatch):
     assert shapes == {"bias": (3, 1, 8, 8), "mask": (3, 1, 8, 8)}
 
 
+def test_strict_promotion_of_biases_and_offsets(x64):
+    x, bias = jnp.ones((1, 4, 1, 8), jnp.bfloat16), jnp.zeros((4, 4), jnp.bfloat16)
+
+    def attend(x, offset):
+        return dot_product_attention(x, x, x, bias=bias, is_causal=True, query_offset=offset)
+
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.eval_shape(attend, x, jnp.int32(0)).dtype == jnp.bfloat16
+
+
+def test_global_heads_of_traced_queries_beside_segments_of_numpy():
+    ids = np.repeat([[0, 1]], [4, 5], 1)
+
+    def attend(*heads):
+        options = {"local_window_size": 2, "global_positions": [0, 4], "segment_ids": ids}
+        return local.longformer_attention(*heads, global_heads=heads, **options)
+
+    heads = np.random.default_rng(0).standard_normal((3, 1, 9, 2, 2)).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(attend)(*heads), attend(*heads), atol=1e-6)
+
+
 def test_second_derivatives_where_scores_are_equal():
     """Tiles recompute scores; the largest ones have the derivatives of others."""
     rng = np.random.default_rng(0)

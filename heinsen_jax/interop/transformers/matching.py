@@ -72,6 +72,12 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             f"model.{key} is {wanted.get(key)!r}, not {candidate.get(key)!r}" for key in differing
         ]
     name = min(problems, key=lambda name: distances[name])
+    if only is not None:
+        raise UserError(
+            f"like (--like): its model_type is {only}, but the model has another architecture: "
+            f"{'; '.join(problems[only])}; leave like out, so that the model type follows from the "
+            "architecture, or change these fields"
+        )
     raise UserError(
         f"model: no supported model of transformers has its architecture; in the closest one, "
         f"{name}: {'; '.join(problems[name])}; change these fields, or save the model with "

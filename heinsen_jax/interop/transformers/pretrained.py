@@ -215,6 +215,8 @@ def import_model(
     """
     output = local_path(workdir, "--workdir")
     check_new_folder(output)
+    if (Path(name) / TRANSFORMERS_CONFIG).exists() and not (Path(name) / TOKENIZER_FILE).exists():
+        raise _without_tokenizer(name)  # before its weights are read
     model, tokenizer = from_pretrained(
         name,
         revision=revision,
@@ -223,10 +225,7 @@ def import_model(
         param_dtype=param_dtype,
     )
     if tokenizer is None:
-        raise UserError(
-            f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "
-            "tokenizer in transformers"
-        )
+        raise _without_tokenizer(name)
     length = min(filter(None, (DataConfig().sequence_length, model.config.max_length)))
     corpus = MODEL + (Path(name).resolve().name if Path(name).exists() else str(name))
     data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
@@ -242,6 +241,13 @@ def import_model(
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tokenizer(tokenizer, partial)
     return output
+
+
+def _without_tokenizer(name: str | Path) -> UserError:
+    return UserError(
+        f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "
+        "tokenizer in transformers"
+    )
 
 
 def to_pretrained(
@@ -280,6 +286,11 @@ def to_pretrained(
     output = local_path(folder, "folder")
     check_new_folder(output)
     path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
+    if path is not None and (not path.is_file() or "model_type" not in read_json(path)):
+        raise UserError(
+            f"like (--like) {like}: not a checkpoint of transformers; give the local folder of the "
+            "original, with its config.json"
+        )
     others = {} if path is None else text_part(read_json(path), path)
     only = None if path is None else family_of(others, path).model_type
     if isinstance(tokenizer, TiktokenTokenizer):

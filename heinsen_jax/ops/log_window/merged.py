@@ -198,4 +198,4 @@ def _state_after(
 
 def _are_tokens(window_size: int, num_tokens: Array) -> Array:
     """Return which slots of a window `[X, w]` hold a token, after `num_tokens` `[X]`."""
-    return jnp.arange(window_size)[None] >= window_size - num_tokens[:, None]
+    return jnp.arange(window_size, dtype=jnp.int32)[None] >= window_size - num_tokens[:, None]

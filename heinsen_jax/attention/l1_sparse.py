@@ -60,7 +60,7 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
         distances = self.config.distances(sources)
         if not keywords.get("is_causal", True):
             distances = np.concatenate([distances, -distances[1:]])
-        at = (np if isinstance(query_offset, int) else jnp).arange(length)[:, None]
+        at = (np if isinstance(query_offset, int) else jnp).arange(length, dtype=np.int32)[:, None]
         source = query_offset + at - distances[None]
         valid = (source >= 0) & (source < sources)
         if isinstance(query_offset, int):

@@ -100,7 +100,7 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         latent, key_pe = jnp.split(self.down(x), [self.rank], -1)
         latent = self.norm(latent)
         start: int | Array = 0 if state is None else state.num_tokens
-        positions = start + jnp.arange(x.shape[-2])
+        positions = start + jnp.arange(x.shape[-2], dtype=jnp.int32)
         query_pe = rotary(query_pe, positions)
         key_pe = rotary(key_pe[..., None, :], positions)
         if state is not None:

@@ -166,7 +166,10 @@ class RotaryAttention(MaskedAttention[RotaryT]):
     ) -> tuple[Query, Keys]:
         if self.config.positions != "rotary":
             return query, key
-        query, key = (self.config.rotate(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
+        query, key = (
+            self.config.rotate(x, before + jnp.arange(x.shape[-3], dtype=jnp.int32))
+            for x in (query, key)
+        )
         return query, key
 
 

@@ -130,7 +130,7 @@ def block_sums(
     index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*batch, count))
     sums = jnp.where((index < complete)[..., None], sums, 0)
     if not is_causal:
-        place = jnp.broadcast_to(jnp.arange(length), valid.shape)
+        place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), valid.shape)
         orphans = jnp.where((place >= complete * block_size)[..., None], x, 0).sum(-2)
         sums = sums + jnp.where((index == complete - 1)[..., None], orphans[..., None, :], 0)
     return sums, own
@@ -258,7 +258,7 @@ def _block_layout(lengths: Array, length: int, size: int, is_causal: bool) -> _B
     lengths = jnp.clip(int32_lengths(lengths), 0, length)
     valid = valid_tokens(lengths, lengths.shape, length)
     complete = lengths // size
-    own = jnp.broadcast_to(jnp.arange(length) // size, valid.shape)
+    own = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) // size, valid.shape)
     own = own if is_causal else jnp.minimum(own, complete[..., None] - 1)
     return _BlockLayout(valid, jnp.where(valid, own, -1), complete)
 
@@ -306,7 +306,9 @@ def _visibility(
     limit = blocks.complete[:, None, None, None, None, None]
     if is_causal:
         limit = _rows(blocks.own[:, None, None, :, None], size)
-    far_visible = queries & (jnp.arange(num_blocks).reshape(1, 1, 1, 1, 1, -1) < limit)
+    far_visible = queries & (
+        jnp.arange(num_blocks, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1) < limit
+    )
     return near_visible, far_visible
 
 

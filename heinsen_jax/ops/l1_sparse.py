@@ -197,7 +197,8 @@ def _checked(edges: Any, length: int, sources: int) -> tuple[Array, Any]:
     _check_edges(edges, 2, 4)
     edges, limits = edges[:, :2], np.array([length, sources])
     if isinstance(edges, Tracer):
-        inside = jnp.all((edges >= 0) & (edges < jnp.asarray(limits, edges.dtype)[None]))
+        numbers = edges.astype(jnp.promote_types(edges.dtype, jnp.int32))
+        inside = jnp.all((numbers >= 0) & (numbers < jnp.asarray(limits, numbers.dtype)[None]))
         return edges.astype(jnp.int32), jnp.where(inside, 1.0, jnp.nan)
     edges = np.asarray(edges)
     wrong = np.any((edges < 0) | (edges >= limits), 1)

@@ -90,8 +90,9 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
         return {"log_decay": log_decay, "write": step}
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        skip = jnp.broadcast_to(self.skip[...].astype(x.dtype)[:, None], value.shape)
-        y = (y + skip * value).reshape(*x.shape[:-1], self.num_heads * self.value_depth)
+        skip = jnp.broadcast_to(self.skip[...].astype(value.dtype)[:, None], value.shape)
+        y = y.astype(value.dtype) + skip * value
+        y = y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         gate, place = self.activated_gate(x), self.config.output_norm
         y = self.norm(y) * gate if place == "before_gate" else y * gate
         y = self.norm(y) if place == "after_gate" else y

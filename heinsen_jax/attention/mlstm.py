@@ -74,4 +74,4 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         y = self.norm(y).astype(y.dtype)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         scale = jnp.broadcast_to(self.norm_scale[...].astype(y.dtype), y.shape)
-        return self.output(y * scale * self.activated_gate(x))
+        return self.output(y * scale * self.activated_gate(x).astype(y.dtype))

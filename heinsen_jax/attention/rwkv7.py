@@ -155,11 +155,11 @@ class RWKV7Attention(MatrixStateAttention[RWKV7Config]):
         }
         query = heads(self.query(mixed("query")))
         value = heads(self.value(mixed("value")), self.value_depth)
-        y, matrix = self.recur(query, key.astype(x.dtype), value, gates, call)
-        y = self.norm(y.astype(x.dtype)).astype(x.dtype)
+        y, matrix = self.recur(query, key.astype(value.dtype), value, gates, call)
+        y = self.norm(y.astype(value.dtype)).astype(value.dtype)
         y = y * vector(self.norm_scale, y) + vector(self.norm_bias, y)
         itself = jnp.sum(in_float32(query) * key * vector(self.bonus, key), -1, keepdims=True)
-        y = y + itself.astype(x.dtype) * value
+        y = y + itself.astype(value.dtype) * value
         gate = self.gate.up(jax.nn.sigmoid(self.gate.down(mixed("gate"))))
         y = self.output(y.reshape(gate.shape) * gate)
         return y, self._state_after(x, matrix, (last,), call)

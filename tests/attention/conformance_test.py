@@ -383,7 +383,8 @@ def test_strict_promotion(variant):
 def test_outputs_have_the_dtype_of_the_layer(name):
     layer = shapes_of(name, dtype=jnp.bfloat16)
     is_causal = layer.capabilities.causal
-    y = nnx.eval_shape(lambda layer: layer(X[:, :CHUNK], is_causal=is_causal), layer)
+    with jax.numpy_dtype_promotion("strict"):
+        y = nnx.eval_shape(lambda layer: layer(X[:, :CHUNK], is_causal=is_causal), layer)
     assert y.dtype == jnp.bfloat16
 
 

@@ -43,11 +43,7 @@ def changes() -> sweeps.Sweep:
         "window of 64, then 3 log": {"model.attention": (WINDOW, sweeps.THREE_LOGS)},
         "3 log, then window of 64": {"model.attention": (sweeps.THREE_LOGS, WINDOW)},
         "normalized queries and keys": log(query_key_norm=True),
-        "gated": log(384, gated=True),
         "log-values": log(values="log"),
-        "decay by feature": log(448, decay="feature"),
-        "keys of 64": log(384, key_depth=64),
-        "Hedgehog": log(480, features="hedgehog"),
     }
 
 

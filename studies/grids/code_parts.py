@@ -19,8 +19,8 @@ are of another twentieth.
 """
 BASELINE = "log, decay by head"
 WINDOW = sweeps.WINDOW
-CONFIRMED = (BASELINE,)
-"""Changes with three seeds: the baseline, and the best change of the first seed."""
+CONFIRMED = BASELINE, "coupled decay, normalized"
+"""With three seeds: the baseline, and the best change of the first seed at as many bytes."""
 
 
 def log(mlp_dim: int = 512, **options: int | float | str | None) -> dict[str, FieldValue]:

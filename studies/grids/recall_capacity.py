@@ -6,6 +6,7 @@ Needs about six hours on two CPU cores.
 """
 
 from dataclasses import replace
+from typing import cast
 
 from heinsen_jax.config import load_config
 from heinsen_jax.models import Layers
@@ -21,13 +22,15 @@ before each branch, no position encoding, 1000 updates of 16 sequences by Muon: 
 parameters. State size is that after 256 tokens, in float32, convolutions included. `64 slots` and
 so on have one head, product features, decay that is coupled to keys, and values of 16 numbers;
 `16 x 16` are the sizes of keys and values of both heads; `state of 32` is the size of Mamba-2's
-keys, which are 128 by default. The hybrid has softmax attention in its first layer, and
-log-attention with values of any sign. The learning rate is selected by the accuracy on sequences as
+keys, which are 128 by default. With two heads, Gated DeltaNet has keys of 24 and values of 48
+numbers, with one head twice as many. In hybrids, softmax attention has no positions, or ALiBi, and
+log-attention has values of any sign. The learning rate is selected by the accuracy on sequences as
 in training.
 """
 PAIRS = 4, 8, 16, 32, 64
 NUMBERS = 8, 12, 16
 """Square roots of the numbers of slots."""
+LOG = "log, decay by head"
 SLOTS = [f"log, {number**2} slots" for number in NUMBERS]
 COLORS = {name: sweeps.COLORS[name] for name in ("softmax", "log", "FoX", "Gated DeltaNet")}
 COLORS |= dict.fromkeys(SLOTS, sweeps.COLORS["log, slots"])
@@ -44,6 +47,23 @@ def slots(number: int) -> dict[str, FieldValue]:
     return {"model.attention": Layers("log", options=sweeps.SLOTS | options), "model.num_heads": 1}
 
 
+def hybrids(log: Layers) -> sweeps.Sweep:
+    """Softmax attention in one of the two layers."""
+    softmax, alibi = Layers("softmax"), Layers("softmax", options={"positions": "alibi"})
+    first = {
+        LOG: log,
+        "Gated DeltaNet": Layers("gated_deltanet"),
+        "Kimi Delta Attention": Layers("kda"),
+        "Mamba-2, state of 32": Layers("mamba2", options={"key_depth": 32}),
+        "window of 16": Layers("sliding_window", options={"window_size": 16}),
+    }
+    pairs = {f"{name}, then softmax": (layer, softmax) for name, layer in first.items()}
+    for name in (LOG, "Gated DeltaNet"):
+        pairs[f"{name}, then softmax with ALiBi"] = first[name], alibi
+    pairs["softmax, then log"] = softmax, Layers("log", options={"values": "linear"})
+    return {name: {"model.attention": pair} for name, pair in pairs.items()}
+
+
 def get_study() -> Study:
     base = load_config("recall")
     known = sweeps.causal_mechanisms(length=256)
@@ -58,7 +78,6 @@ def get_study() -> Study:
         batch_size=16,
         validation_examples=128,
     )
-    hybrid = Layers("softmax"), Layers("log", options={"values": "linear"})
     return Study(
         title="Capacity of recall against bytes of state",
         about=ABOUT,
@@ -80,7 +99,11 @@ def get_study() -> Study:
                     for name in ("deltanet", "gated_deltanet", "kda")
                 },
                 "Mamba-2, state of 32": sweeps.mechanism("mamba2", key_depth=32),
-                "hybrid: softmax, then log": {"model.attention": hybrid},
+                **{
+                    f"{name}, 1 head": known[name] | {"model.num_heads": 1}
+                    for name in (LOG, "Gated DeltaNet", "Kimi Delta Attention")
+                },
+                **hybrids(cast(Layers, known[LOG]["model.attention"])),
             },
             "learning_rate": sweeps.learning_rates(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
             "seed": sweeps.seeds(0, 1),

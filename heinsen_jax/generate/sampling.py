@@ -33,9 +33,11 @@ def filter_logits(
     if top_p is not None:
         largest_first = jnp.sort(logits, -1, descending=True)
         p = jax.nn.softmax(largest_first, -1)
-        # The largest always is one; with top_p=1 all are, although sums are rounded.
+        # With top_p=1 all are candidates, although sums are rounded; the largest always is one,
+        # also if top_p is rounded to 0.
         is_candidate = (jnp.cumsum(p, -1) - p < top_p) | (jnp.asarray(top_p) >= 1)
         last = jnp.min(largest_first, -1, keepdims=True, where=is_candidate, initial=jnp.inf)
+        last = jnp.minimum(last, largest_first[..., :1])
         logits = jnp.where(logits < last, -jnp.inf, logits)
     return logits
 

@@ -70,6 +70,12 @@ def test_a_probability_of_1_keeps_all_tokens():
     assert bool(jnp.isfinite(filter_logits(logits, 1.0, None, 1.0)).all())
 
 
+@pytest.mark.parametrize("top_p", [1e-40, 1e-46])
+def test_the_likeliest_token_remains_if_float32_has_no_such_top_p(top_p):
+    sampler = Sampler(jax.random.key(0), 1.0, None, 4, top_p)
+    assert sampler.draw(jnp.array([1.0, 7.0, 9.0, 3.0]), jax.random.key(1)) == 2
+
+
 @pytest.mark.parametrize("top_p", [None, 0.9])
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
 def test_the_lowest_temperatures_are_greedy(temperature, top_p):

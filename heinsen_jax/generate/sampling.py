@@ -26,10 +26,10 @@ def filter_logits(
       Holtzman, Buys, Du, Forbes, Choi, 2020, The Curious Case of Neural Text Degeneration,
       arXiv:1904.09751, section 3.1.
     """
-    logits = logits / temperature
-    if top_k is not None:
-        kth = lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    undivided, logits = logits, logits / temperature
+    if top_k is not None:  # of the undivided ones: quotients may be rounded to one number
+        kth = lax.top_k(undivided, top_k)[0][..., -1:]
+        logits = jnp.where(undivided < kth, -jnp.inf, logits)
     if top_p is not None:
         largest_first = jnp.sort(logits, -1, descending=True)
         p = jax.nn.softmax(largest_first, -1)

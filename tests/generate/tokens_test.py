@@ -84,6 +84,14 @@ def test_the_lowest_temperatures_are_greedy(temperature, top_p):
     assert sampler.draw(jnp.array([1.0, 7.0, 9.0, 3.0]), jax.random.key(1)) == 2
 
 
+@pytest.mark.parametrize("temperature", [1e38, np.inf])
+def test_the_highest_temperatures_keep_the_candidates_of_top_k(temperature):
+    """Quotients are equal."""
+    sampler = Sampler(jax.random.key(0), temperature, 2, 4)
+    drawn = sampler.draw(jnp.tile(jnp.array([1.0, 7.0, 9.0, 3.0]), (50, 1)), jax.random.key(1))
+    assert {*drawn.tolist()} == {1, 2}
+
+
 def test_prompts_and_numbers_of_new_tokens_share_compiled_functions():
     """Ten sizes of chunks serve prompts of all lengths."""
     model = build("softmax", num_layers=2, model_dim=20)  # a shape that no other test compiles

@@ -96,7 +96,9 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
                 return [plain(x) for x in several]
         return value
 
+    kept = {k: v for k, v in config["data"].items() if k == "text_column"}  # no path
     config |= {name: plain(config[name]) for name in ("data", "distillation") if name in config}
+    config["data"] |= kept
     if "training" in config:
         config["training"] |= {"compilation_cache": None, "start": None}
     if "tokenizer" in config["data"] and not has_name(config["data"]["tokenizer"]):

@@ -31,13 +31,15 @@ def assert_same_logits(one, other):
 
 
 def test_a_published_configuration_has_no_folders_of_this_machine():
+    column = {"text_column": "meta/text"}
+    paths = {"corpus": "/home/me/a.txt", "tokenizer": "/home/me/t", "mixture": {"/x/b": 1.0}}
     config = {
-        "data": {"corpus": "/home/me/a.txt", "tokenizer": "/home/me/t", "mixture": {"/x/b": 1.0}},
+        "data": paths | column,
         "distillation": {"teacher": "secret/teacher", "start": "hf://owner/name"},
         "training": {"compilation_cache": "/home/me/cache", "steps": 3},
     }
     assert hub._without_paths(config) == {
-        "data": {"corpus": "a.txt", "tokenizer": "tokenizer.json", "mixture": {"b": 1.0}},
+        "data": {"corpus": "a.txt", "tokenizer": "tokenizer.json", "mixture": {"b": 1.0}} | column,
         "distillation": {"teacher": "teacher", "start": "hf://owner/name"},
         "training": {"compilation_cache": None, "start": None, "steps": 3},
     }

@@ -156,8 +156,9 @@ class CheckpointReader:
             saved = handler.metadata(epath.Path(item)).tree
             if missing := wanted.keys() - saved.keys():
                 raise UserError(
-                    f"{folder} has no {min(missing)}: it was saved with another optimizer.name or "
-                    "optimizer.ema_decay; restore those settings, or give --restart"
+                    f"{folder} has no {min(missing)}: it was saved with another optimizer.name, "
+                    "optimizer.ema_decay or distillation.trained; restore those settings, give "
+                    "--restart, or begin in another folder with this run as training.start"
                 )
             with ocp.Checkpointer(handler) as checkpointer:
                 restored = checkpointer.restore(item, arguments)

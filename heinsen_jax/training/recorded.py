@@ -28,6 +28,8 @@ AFFECT_RESULT = {
     "training.z_loss",
 }
 """Fields of training that, besides its length, affect the result of a run."""
+CHANGE_STATE = {"optimizer.name", "optimizer.ema_decay", "distillation.trained"}
+"""Fields that change which arrays the state of training has."""
 CONTENT = "data.content"
 MEASURED = {"training.evaluation_batches", "training.masked_fraction"}
 """Fields of training that change what a validation loss measures, as fields of data do."""
@@ -101,9 +103,12 @@ def check_changes(
     changed = _changes(workdir, config, dataset)
     refused = [line for name, line in changed.items() if _affects_result(name)]
     if refused and not allowed:
+        changes_state = not CHANGE_STATE.isdisjoint(changed)
+        condition = ", if its checkpoints have the arrays of these" if changes_state else ""
         raise UserError(
             f"--workdir {workdir} holds a run with other settings: {'; '.join(refused)}; restore "
-            "them, give --allow-change to resume with the new ones, or --restart to begin again"
+            f"them, give --allow-change to resume with the new ones{condition}, or --restart to "
+            "begin again"
         )
     return [*changed.values()]
 

@@ -111,6 +111,22 @@ def test_a_run_without_a_checkpoint_yet_starts_again(place, run, monkeypatch, ca
     assert said(main, monkeypatch, capsys, "--config", "tiny.py", *few) == (0, "")
 
 
+@pytest.mark.parametrize("option", [("name", "muon"), ("ema_decay", "0.5")])
+def test_an_optimizer_whose_arrays_checkpoints_lack_is_refused(
+    option, place, run, monkeypatch, capsys
+):
+    monkeypatch.chdir(place)
+    changed = f"--optimizer.{option[0]}", option[1], "--training.steps", "41"
+    arguments = "--config", "tiny.py", "--workdir", str(run), *changed
+    code, line = said(main, monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "--allow-change to resume with the new ones, if its checkpoints have the arrays" in line
+    code, line = said(main, monkeypatch, capsys, *arguments, "--allow-change")
+    assert code == 2
+    assert "saved with another optimizer.name, optimizer.ema_decay or distillation.trained" in line
+    assert "or begin in another folder with this run as training.start" in line
+
+
 def test_changed_settings_are_refused_unless_allowed(place, run, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)

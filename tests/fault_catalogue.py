@@ -1338,8 +1338,8 @@ DATA_FAULTS = {
 GENERATE_FAULTS = {
     "one candidate too many": Fault(
         "heinsen_jax/generate/sampling.py",
-        "lax.top_k(logits, top_k)[0]",
-        "lax.top_k(logits, min(top_k + 1, logits.shape[-1]))[0]",
+        "lax.top_k(undivided, top_k)[0]",
+        "lax.top_k(undivided, min(top_k + 1, logits.shape[-1]))[0]",
         ("tests/generate/tokens_test.py",),
     ),
     "a nucleus without its last candidate": Fault(
